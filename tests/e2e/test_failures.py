@@ -82,15 +82,6 @@ class TestReport:
             f"{last} RuntimeError: shard 29 is torn in generation 1.",
         ]
 
-    def test_it_has_the_lines_that_scripts_search_for(self, failed: Job) -> None:
-        report, pid = _report(failed), failed.pids("worker")[-1]
-
-        assert "train.py FAILED\n" in report
-        assert "Root Cause (first observed failure):\n[0]:\n" in report
-        assert f"  host      : {socket.gethostname()}\n" in report
-        assert "  rank      : 1 (local_rank: 1)\n" in report
-        assert f"  exitcode  : 1 (pid: {pid})\n" in report
-
     def test_it_has_the_traceback_of_a_script_without_decorator(self, failed: Job) -> None:
         report = _report(failed)
 
@@ -178,16 +169,6 @@ class TestErrorFileOfTheAgent:
         assert "RuntimeError: shard 29 is torn" in read["message"]
         assert read["timestamp"] > 1_700_000_000
 
-    def test_a_worker_that_left_no_record_is_in_it_too(self, tmp_path: Path) -> None:
-        script(tmp_path, "import os; os.kill(os.getpid(), 9)")
-        file = tmp_path / "error.json"
-
-        finished(tmp_path, *LIGHT, "--max-restarts", "0", "train.py", env={"TORCHELASTIC_ERROR_FILE": str(file)})
-
-        message = json.loads(file.read_text())["message"]
-        assert "was killed by SIGKILL" in message["message"]
-        assert message["errorCode"] == -9
-
 
 class TestStartUp:
     """A program that can never run is not started again."""
@@ -229,18 +210,6 @@ class TestStartUp:
         assert "generation 1" not in nowhere.stderr + below.stderr
 
 
-# A program that leaves a torn record each time. Numbers and addresses in its error differ between processes.
-TEARS = """
-import os
-from pathlib import Path
-
-Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text('{"message": {"mess')
-if os.environ["ELAUNCH_GENERATION"] == "0":
-    os.kill(os.getpid(), 9)
-raise ValueError(f"worker {os.getpid()} after the torn record at {id(os):#x}")
-"""
-
-
 # The peers catch the error of their collective and print nothing; they are gone before the rank that left.
 CATCHES = """
 import atexit, os, sys, time
@@ -274,20 +243,6 @@ class TestFirstCause:
 
         logged = r"^rank 1 .* exited with code 7, while ranks 0 and 2 waited in all_reduce, in generation 0\.$"
         assert re.search(logged, _report(job), re.MULTILINE), job.output
-
-
-class TestRecord:
-    @BOTH
-    def test_a_torn_record_costs_nothing(self, start: tuple[str, ...], tmp_path: Path) -> None:
-        script(tmp_path, TEARS)
-        file = tmp_path / "e.json"
-
-        job = finished(tmp_path, *start, "--max-restarts", "5", "train.py", env={"TORCHELASTIC_ERROR_FILE": str(file)})
-
-        assert re.search(r"was killed by SIGKILL in generation 0\b", job.stderr)
-        assert "generation 1:" in job.stderr
-        assert re.search(r"raised ValueError: worker \d+ after the torn record", _report(job))
-        assert "ValueError" in json.loads(file.read_text())["message"]["message"]
 
 
 class TestUsage:

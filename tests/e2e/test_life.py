@@ -1,4 +1,4 @@
-"""A job from its start to its end: all-reduce, restart, plain launch, and every way to name the program."""
+"""A job from its start to its end: all-reduce, restart, plain launch, and each way in which a worker fails."""
 
 from __future__ import annotations
 
@@ -55,12 +55,6 @@ if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
     sys.exit(3)
 while True:
     signal.pause()
-"""
-
-SAY_ARGUMENTS = """
-import json, os, sys
-
-print("argv", json.dumps({"argv": sys.argv, "name": __name__, "rank": os.environ["RANK"]}))
 """
 
 
@@ -197,30 +191,6 @@ class TestPlainLaunch:
         wait_for(lambda: not with_environment(PLAIN), "the end of all processes")
 
 
-def test_a_worker_that_exits_with_0_leaves_the_others_running(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        """
-import os, time
-from pathlib import Path
-
-if os.environ["RANK"] == "0":
-    Path("first.tmp").write_text(str(os.getpid()))
-    Path("first.tmp").rename("first")
-else:
-    while not Path("first").exists() or Path("/proc", Path("first").read_text()).exists():
-        time.sleep(0.01)
-    print("still here")
-""",
-    )
-
-    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "3", "train.py")
-
-    assert job.code == 0, job.output
-    assert job.stdout.count("still here") == 2
-    assert "generation 1" not in job.stderr
-
-
 # By generation: how rank 1 ends, and what is logged of it.
 DEATHS = {
     "exception": ("raise OSError('no such shard')", "raised OSError: no such shard"),
@@ -257,50 +227,6 @@ def test_a_workers_exit_status_is_logged_as_a_sentence(deaths: Job, name: str) -
         rf"rank 1 \(local rank 1 on \S+, pid {deaths.pids('dying')[generation]}\) {words} in generation {generation}\b"
     )
     assert re.search(logged, deaths.stderr), deaths.stderr
-
-
-@pytest.fixture(scope="module")
-def argued(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job with a word before its options, and arguments of the script's."""
-    folder = tmp_path_factory.mktemp("argued")
-    script(folder, SAY_ARGUMENTS)
-
-    return finished(folder, "run", *LIGHT, "train.py", "--nproc-per-node", "2", "-m", "--", "--version", "run")
-
-
-class TestProgram:
-    """The forms of the program on the command line."""
-
-    def test_arguments_after_the_script_are_the_scripts_even_those_like_ours(self, argued: Job) -> None:
-        (logged,) = records(argued, "argv")
-        assert logged == {
-            "argv": ["train.py", "--nproc-per-node", "2", "-m", "--", "--version", "run"],
-            "name": "__main__",
-            "rank": "0",
-        }
-
-    @pytest.mark.parametrize("preload", [LIGHT, slow(("--no-preload",))], ids=["forked", "exec'd"])
-    def test_a_module_runs_as_python_dash_m_runs_it(self, preload: tuple[str, ...], tmp_path: Path) -> None:
-        package = tmp_path / "recipes"
-        package.mkdir()
-        (package / "__init__.py").touch()
-        script(package, "from recipes import sizes\n" + SAY_ARGUMENTS + "print('size', sizes.SIZE)", "tune.py")
-        script(package, "SIZE = 7", "sizes.py")
-
-        job = finished(tmp_path, *preload, "-m", "recipes.tune", "--lr", "3")
-
-        (logged,) = records(job, "argv")
-        assert job.code == 0, job.output
-        assert logged == {"argv": [str(package / "tune.py"), "--lr", "3"], "name": "__main__", "rank": "0"}
-        assert "size 7" in job.stdout
-
-    def test_a_command_runs_without_python(self, tmp_path: Path) -> None:
-        job = finished(
-            tmp_path, "--nproc-per-node", "2", "--no-python", "sh", "-c", 'echo "$RANK of $WORLD_SIZE: $0"', "word"
-        )
-
-        assert job.code == 0, job.output
-        assert sorted(job.stdout.splitlines()) == ["[0] 0 of 2: word", "[1] 1 of 2: word"]
 
 
 def _by_generation(job: Job) -> dict[str, list[dict[str, object]]]:

@@ -100,18 +100,6 @@ class TestPrefix:
         assert sorted(read) == ["[0] read 'data'", "[1] read ''", "[2] read ''"]
         assert len(several.stdout.splitlines()) == 6
 
-    def test_torchruns_template_is_followed(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_WHO)
-        template = "<${role_name} ${rank}/${local_rank}> "
-
-        job = finished(
-            tmp_path,
-            *(*LIGHT, "--nproc-per-node", "2", "--role", "actor", "train.py"),
-            env={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": template},
-        )
-
-        assert sorted(job.stdout.splitlines()) == ["<actor 0/0> out 0", "<actor 1/1> out 1"]
-
     @pytest.mark.parametrize("start", [LIGHT, slow(("--no-preload",))], ids=["forked", "exec'd"])
     def test_at_a_terminal_a_debugger_works_in_any_rank(self, start: tuple[str, ...], tmp_path: Path) -> None:
         script(tmp_path, WAIT + "if rank == 1:\n    breakpoint()\n    print('went on')\n")

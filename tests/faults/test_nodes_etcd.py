@@ -92,20 +92,6 @@ def test_training_goes_on_while_all_of_etcd_is_away_and_no_generation_opens_when
     cluster.end()
 
 
-def test_an_agent_that_finds_no_etcd_waits_for_it(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        (member,) = cluster.etcd.members
-        member.kill()
-        cluster.start(0, 1, nnodes="2")
-        for agent in cluster.agents.values():
-            agent.wait_for_output("waiting for the store")
-
-        member.start()
-
-        cluster.meeting(2)
-        cluster.end()
-
-
 # Workers that do not hear of each other's end.
 SLEEPER = """
 import os, pathlib, sys, time

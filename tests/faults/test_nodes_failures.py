@@ -94,21 +94,6 @@ def test_a_failure_with_no_restart_left_ends_all_agents_with_the_same_first_fail
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["exit 7", "kill"])
-def test_with_max_restarts_0_any_failure_ends_the_job_on_all_nodes(tmp_path: Path, how: str) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2", options=("--max-restarts", "0"))
-        meeting = cluster.meeting(2)
-
-        cluster.ask(how, generation=0, rank=1)
-
-        cluster.ended({0: 1, 1: 1})
-        assert {r["generation"] for r in cluster.records.of("started")} == {0}
-        for agent in cluster.agents.values():
-            assert f"(local rank 0 on {meeting.hosts[1]}, pid {meeting.pid(1)})" in agent.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_killed_agents_node_is_given_up_and_the_others_go_on(tmp_path: Path, leads: bool) -> None:
     with LightCluster(tmp_path, 3) as cluster:
@@ -139,14 +124,3 @@ def test_sigterm_to_one_agent_is_published_and_the_others_resume_immediately(tmp
         assert cluster.agents[0].wait() == 128 + signal.SIGTERM
         cluster.assert_nothing_is_left(cluster.nodes[0])
         cluster.end(1, 2)
-
-
-@pytest.mark.slow
-def test_sigint_to_one_agent_ends_the_job_on_all_nodes(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        cluster.meeting(2)
-
-        cluster.agents[1].signal(signal.SIGINT)
-
-        cluster.ended({0: 130, 1: 130})

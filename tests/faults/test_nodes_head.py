@@ -40,21 +40,6 @@ def test_a_new_user_types_one_line_here_and_the_line_that_it_prints_there(
         cluster.end()
 
 
-@pytest.mark.slow
-def test_a_node_without_the_token_is_refused_and_the_job_is_untouched(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 3, head=True) as cluster:
-        cluster.start(0, 1, nnodes="2:3", env=TOKEN)
-        meeting = cluster.meeting(2)
-
-        cluster.start(2, nnodes="2:3", env={"ELAUNCH_TOKEN": "another token than that"})
-
-        assert cluster.agents[2].wait() == 2
-        assert "token" in cluster.agents[2].stderr
-        cluster.assert_nothing_is_left(cluster.nodes[2])
-        cluster.goes_on(meeting)
-        cluster.end(0, 1)
-
-
 def test_the_others_end_when_the_heads_agent_is_killed_and_name_it(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 2, head=True) as cluster:
         cluster.start(0, 1, nnodes="2", options=SHORT, env=TOKEN)

@@ -18,20 +18,6 @@ from tests.nodes import needs_nodes
 pytestmark = needs_nodes
 
 
-@pytest.mark.slow
-def test_a_node_that_comes_late_gets_a_seat_in_a_new_generation(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, nnodes="1:2")
-        alone = cluster.meeting(1)
-
-        cluster.start(1, nnodes="1:2")
-
-        both = cluster.meeting(2, after=alone)
-        assert both.hosts == ["node0", "node1"]
-        assert both.restarts == 0
-        cluster.end()
-
-
 def test_a_node_with_any_hostname_joins_and_no_broken_record_costs_the_job(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 3) as cluster:
         name = "my host\x1b]0;x\x07\n"
@@ -72,19 +58,6 @@ def test_a_spare_takes_the_seat_of_a_lost_node(tmp_path: Path) -> None:
         assert second.hosts == [first.hosts[0], "node2"]
         assert second.restarts == 0
         cluster.end(*({0, 1, 2} - {lost.index}))
-
-
-@pytest.mark.slow
-def test_a_spare_that_was_not_needed_ends_well_with_the_job(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 3) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        meeting = cluster.meeting(2)
-        cluster.start(2, nnodes="2")
-        cluster.agents[2].wait_for_output("waiting as a spare")
-
-        cluster.end()
-
-        assert {r["host"] for r in cluster.records.of("started")} == set(meeting.hosts)
 
 
 def test_a_spare_of_another_role_leaves_a_lost_nodes_seat_to_a_node_of_its_role(tmp_path: Path) -> None:

@@ -132,17 +132,6 @@ def test_under_nohup_sighup_changes_nothing(tmp_path: Path) -> None:
         assert len(job.pids("worker")) == 2
 
 
-def test_a_signal_that_the_user_names_is_passed_on(tmp_path: Path) -> None:
-    script(tmp_path, SAVES)
-    with Light(tmp_path, "--signals-to-handle", "SIGUSR1", "--nproc-per-node", "2", "train.py") as job:
-        workers_up(job, 2)
-
-        job.signal(signal.SIGUSR1)
-
-        assert_stopped(job, 128 + signal.SIGUSR1)
-        assert job.stdout.count("saved on SIGUSR1") == 2
-
-
 def test_a_notice_that_a_scheduler_sends_to_all_processes_reaches_a_worker_once(tmp_path: Path) -> None:
     counts = 'signal.signal(signal.SIGUSR1, lambda *_: say("noticed", os.getpid()))'
     script(tmp_path, f"{SAY}\n{counts}\nsay('worker', os.getpid())\nwhile not os.path.exists('go'): time.sleep(0.01)")

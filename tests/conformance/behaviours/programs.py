@@ -7,7 +7,6 @@ from tests.conformance.trial import SAY_ARGUMENTS, Expected, Trial
 
 _OPTIONS = "tests/unit/launcher/options/test_options.py"
 _ARGV = "tests/unit/launcher/options/test_argv.py"
-_LIFE = "tests/e2e/test_life.py"
 
 _MODULE = """
 import os, sys
@@ -39,7 +38,6 @@ BEHAVIOURS = (
                 torchrun=Expected(says=(r"rank 0: __main__ of pkg, \['a', '--b'\]",)),
             ),
         ),
-        proofs=(f"{_LIFE}::test_a_module_runs_as_python_dash_m_runs_it",),
     ),
     Behaviour(
         number=15,
@@ -61,7 +59,7 @@ BEHAVIOURS = (
             ),
         ),
         proofs=(
-            f"{_LIFE}::test_a_command_runs_without_python",
+            "tests/e2e/test_documented_commands.py::test_a_command_of_a_page_has_the_documented_effect",
             f"{_OPTIONS}::test_a_wrong_request_is_one_sentence_with_its_values_and_the_way_out",
             "tests/unit/launcher/test_preflight.py::test_a_command_that_is_given_as_a_script_gets_the_line_that_starts_it",
         ),
@@ -90,7 +88,7 @@ BEHAVIOURS = (
                 ),
             ),
         ),
-        proofs=(f"{_LIFE}::test_arguments_after_the_script_are_the_scripts_even_those_like_ours",),
+        proofs=(f"{_ARGV}::test_what_follows_the_program_is_its_own_even_if_it_resembles_ours",),
     ),
     Behaviour(
         number=18,
@@ -131,8 +129,7 @@ BEHAVIOURS = (
             ),
         ),
         proofs=(
-            "tests/e2e/test_environment.py::test_a_pet_variable_is_an_options_value",
-            "tests/e2e/test_environment.py::test_the_command_line_wins_over_a_pet_variable",
+            f"{_OPTIONS}::test_every_option_is_read_from_its_variable_and_the_command_line_wins",
             f"{_OPTIONS}::test_a_switch_is_read_from_its_variable",
             f"{_OPTIONS}::test_a_misspelt_variable_is_named_with_the_one_that_is_meant",
         ),
@@ -147,6 +144,5 @@ BEHAVIOURS = (
                 torchrun=Expected(says=(r"rank 1: \['train\.py', '--gpu=1', '\$HOME', '\$\{other\}', '5\$'\]",)),
             ),
         ),
-        proofs=("tests/e2e/test_environment.py::test_local_rank_in_the_arguments_is_replaced_for_each_worker",),
     ),
 )

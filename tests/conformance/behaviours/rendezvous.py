@@ -78,10 +78,7 @@ BEHAVIOURS = (
                 elaunch=Expected(),
             ),
         ),
-        proofs=(
-            "tests/faults/test_nodes_membership.py::test_a_spare_that_was_not_needed_ends_well_with_the_job",
-            "tests/faults/test_nodes_membership.py::test_a_spare_takes_the_seat_of_a_lost_node",
-        ),
+        proofs=("tests/faults/test_nodes_membership.py::test_a_spare_takes_the_seat_of_a_lost_node",),
     ),
     Behaviour(
         number=49,

@@ -6,7 +6,7 @@ from tests.conformance.behaviours.behaviour import Behaviour
 from tests.conformance.trial import Expected, Trial
 
 _OUTPUT = "tests/e2e/test_output.py"
-_FAILURES = "tests/e2e/test_failures.py"
+_REPORT = "tests/unit/launcher/test_report.py"
 _OPTIONS = "tests/unit/launcher/options/test_options.py"
 
 # torch's @record writes this. The program needs no torch for it.
@@ -56,8 +56,8 @@ BEHAVIOURS = (
             ),
         ),
         proofs=(
-            f"{_FAILURES}::test_it_is_the_first_failures_record_with_the_exit_code",
-            f"{_FAILURES}::test_a_torn_record_costs_nothing",
+            "tests/e2e/test_failures.py::test_it_is_the_first_failures_record_with_the_exit_code",
+            f"{_REPORT}::test_where_there_is_no_whole_record_ours_is_handed_on",
         ),
     ),
     Behaviour(
@@ -74,7 +74,7 @@ BEHAVIOURS = (
                 ),
             ),
         ),
-        proofs=(f"{_FAILURES}::test_it_has_the_lines_that_scripts_search_for",),
+        proofs=(f"{_REPORT}::test_the_text_that_scripts_search_for_in_torchruns_box_is_there",),
     ),
     Behaviour(
         number=41,
@@ -86,7 +86,6 @@ BEHAVIOURS = (
                 torchrun=Expected(code=1, says=("^train.py FAILED$",)),
             ),
         ),
-        proofs=("tests/unit/launcher/test_report.py::test_the_text_that_scripts_search_for_in_torchruns_box_is_there",),
     ),
     Behaviour(
         number=42,
@@ -155,7 +154,6 @@ BEHAVIOURS = (
                 torchrun=Expected(says=("^<actor 1 1> out of 1$",)),
             ),
         ),
-        proofs=(f"{_OUTPUT}::test_torchruns_template_is_followed",),
     ),
     Behaviour(
         number=45,

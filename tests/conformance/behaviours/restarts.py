@@ -194,7 +194,7 @@ BEHAVIOURS = (
         fact="After a failure no agent waits for the others",
         differs="the other nodes end too. torchrun's healthy node runs on until its own workers fail",
         trials=(CLOSED,),
-        proofs=(f"{_NODES}::test_with_max_restarts_0_any_failure_ends_the_job_on_all_nodes",),
+        proofs=(f"{_NODES}::test_a_failure_with_no_restart_left_ends_all_agents_with_the_same_first_failure",),
     ),
     Behaviour(
         number=31,
@@ -236,11 +236,6 @@ BEHAVIOURS = (
                 torchrun=Expected(says=("rank 0:", "SIGNOPE")),
                 elaunch=Expected(code=2, says=("names SIGNOPE, not a signal",)),
             ),
-        ),
-        proofs=(
-            f"{_SIGNALS}::test_a_signal_that_the_user_names_is_passed_on",
-            "tests/unit/launcher/options/test_options.py"
-            "::test_a_wrong_request_is_one_sentence_with_its_values_and_the_way_out",
         ),
     ),
     Behaviour(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.conformance.behaviours.behaviour import Behaviour
 from tests.conformance.trial import MEET, SAY, Expected, Trial
 
-_ENVIRONMENT = "tests/e2e/test_environment.py"
-_MEMBERSHIP = "tests/faults/test_nodes_membership.py"
+_OPTIONS = "tests/unit/launcher/options/test_options.py"
+_INHERITED = f"{_OPTIONS}::test_workers_inherit_the_environment_without_the_variables_of_an_outer_launcher"
 
 # Two agents on one host, as in torchrun's own tests. No token is typed.
 MEETING = "--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint localhost:{{port}} --rdzv-id trial"
@@ -124,7 +124,6 @@ BEHAVIOURS = (
                 ),
             ),
         ),
-        proofs=(f"{_ENVIRONMENT}::test_every_variable_has_torchruns_name_and_value",),
     ),
     Behaviour(
         number=2,
@@ -132,13 +131,10 @@ BEHAVIOURS = (
         differs="except the `PET_` variables: they configured this job, not one that the worker starts",
         trials=(
             Trial(
-                args="train.py COLOUR RANK",
-                env={"COLOUR": "blue", "RANK": "17"},
-                torchrun=Expected(says=("rank 0: COLOUR=blue RANK=0",)),
+                args="train.py COLOUR RANK WORLD_SIZE TORCHELASTIC_RESTART_COUNT",
+                env={"COLOUR": "blue", "RANK": "17", "WORLD_SIZE": "64", "TORCHELASTIC_RESTART_COUNT": "9"},
+                torchrun=Expected(says=("rank 0: COLOUR=blue RANK=0 WORLD_SIZE=1 TORCHELASTIC_RESTART_COUNT=0",)),
             ),
-        ),
-        proofs=(
-            f"{_ENVIRONMENT}::test_what_the_user_exported_is_inherited_and_a_launcher_above_does_not_shine_through",
         ),
     ),
     Behaviour(
@@ -166,7 +162,8 @@ BEHAVIOURS = (
         " `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` is set",
         trials=(TWO_AGENTS, JOIN, JOIN_WITH_SWITCH),
         proofs=(
-            f"{_MEMBERSHIP}::test_a_node_that_comes_late_gets_a_seat_in_a_new_generation",
+            "tests/faults/test_nodes_boundary.py"
+            "::test_a_node_that_joins_has_all_ranks_of_two_agents_stop_after_the_same_step",
             "tests/e2e/test_life.py::test_the_ranks_of_a_generation_meet_at_one_address",
         ),
     ),
@@ -205,7 +202,10 @@ BEHAVIOURS = (
                 torchrun=Expected(says=("rank 1: OMP_NUM_THREADS=7$",)),
             ),
         ),
-        proofs=(f"{_ENVIRONMENT}::test_the_workers_share_the_cores", f"{_ENVIRONMENT}::test_the_users_choice_stays"),
+        proofs=(
+            f"{_OPTIONS}::test_a_chosen_number_of_threads_is_kept_and_a_single_worker_gets_all_cores",
+            f"{_OPTIONS}::test_defaults_that_differ_from_torchruns_are_one_detail_and_no_note",
+        ),
     ),
     Behaviour(
         number=10,
@@ -223,7 +223,7 @@ BEHAVIOURS = (
                 torchrun=Expected(says=("HANDLING=2$",)),
             ),
         ),
-        proofs=(f"{_ENVIRONMENT}::test_nccls_error_handling_is_on_unless_the_user_sets_it",),
+        proofs=(_INHERITED,),
     ),
     Behaviour(
         number=11,
@@ -235,7 +235,7 @@ BEHAVIOURS = (
                 torchrun=Expected(says=("LOCAL_RANK=1 CUDA_VISIBLE_DEVICES=3,5$",)),
             ),
         ),
-        proofs=(f"{_ENVIRONMENT}::test_without_it_the_visible_gpus_are_untouched",),
+        proofs=(_INHERITED,),
     ),
     Behaviour(
         number=12,
@@ -259,10 +259,6 @@ BEHAVIOURS = (
                 torchrun=Expected(code=1, says=("ValueError",)),
                 elaunch=Expected(code=2, says=("CUDA_VISIBLE_DEVICES=3 names 1",)),
             ),
-        ),
-        proofs=(
-            f"{_ENVIRONMENT}::test_every_worker_is_local_rank_0_and_sees_the_gpu_that_is_its_own",
-            f"{_ENVIRONMENT}::test_fewer_visible_gpus_than_workers_is_a_usage_error",
         ),
     ),
 )

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.fidelity.turns import Turns, taken
 from tests.e2e.fidelity.ways import End, fresh, share, worker
-from tests.harness import FRESH, LIGHT, script
+from tests.harness import FRESH, LIGHT
 
 HELPERS = {
     "helper.py": "def divide(x):\n    return 1 / x\n",
@@ -153,12 +153,3 @@ def test_a_worker_ends_as_a_fresh_interpreter_does(ends: Ends, program: tuple[st
 
     assert (worker.code, worker.out) == (fresh.code, fresh.out)
     assert _ADDRESS.sub(b"", worker.err).decode() == _ADDRESS.sub(b"", fresh.err).decode()
-
-
-def test_a_death_by_sigint_is_named_so(tmp_path: Path) -> None:
-    script(tmp_path, "raise KeyboardInterrupt")
-
-    end = worker(tmp_path, LIGHT, "train.py")
-
-    assert end.code == -2
-    assert "SIGINT" in end.logged_by_agent

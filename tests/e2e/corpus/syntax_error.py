@@ -1,7 +1,0 @@
-# headline: raised SyntaxError: .*
-# next: none
-# not: restart 1
-# slow
-
-def train(:
-    pass
