@@ -6,8 +6,8 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -15,96 +15,50 @@ from typing import BinaryIO
 
 from elaunch.rendezvous.etcd.transport import Rpc
 from tests.etcd import Etcd
-from tests.faults.processes import Watched, is_alive
-from tests.harness import DEADLINE_S, wait_for
+from tests.faults.processes import Watched
+from tests.harness import script, wait_for
 from tests.relay import Listener, copy
 from tests.standin import WITHOUT_TORCH
 
-LIVELY = Path(__file__).with_name("lively.py")
 # An agent says a trouble within seconds, and on a busy machine within this time.
 LOGGED_S = 60.0
-OPTIONS = ("--nproc-per-node", "1", "--no-preload", "--max-restarts", "1000", "--rdzv-backend", "etcd")
+OPTIONS = ("--nproc-per-node", "1", "--no-preload", "--rdzv-backend", "etcd")
+# It shows what goes on: the same process, and its next steps.
+STEPS = """
+import itertools, os, time
+from elaunch.trainer import link
+for step in itertools.count():
+    print("generation", os.environ["ELAUNCH_GENERATION"], "pid", os.getpid(), flush=True)
+    link.report(step)
+    time.sleep(0.1)
+"""
 
 
-@dataclass(frozen=True)
-class Life:
-    """The newest line that a worker has written about itself."""
-
-    generation: int
-    pid: int
-    step: int
-
-
-class Fleet:
-    """One agent for each of `endpoints`, started; use it as a context manager. `folder` is made."""
-
-    def __init__(self, folder: Path, endpoints: Collection[str], *options: str, job: str = "job") -> None:
-        folder.mkdir()
-        self.folder = folder
-        self.job = job
-        self.agents: list[Watched] = []
+@contextmanager
+def agents(folder: Path, *endpoints: str) -> Iterator[list[Watched]]:
+    """An agent for each of these endpoints, of one job."""
+    program = script(folder, STEPS)
+    words = ("--nnodes", str(len(endpoints)), "--rdzv-id", "job", *OPTIONS)
+    with ExitStack() as stack:
+        started = []
         for index, endpoint in enumerate(endpoints):
             home = folder / f"node{index}"
             home.mkdir()
-            words = ("--nnodes", str(len(endpoints)), "--rdzv-endpoint", endpoint, "--rdzv-id", job)
-            env = {"LIVELY_NODE": str(index), **WITHOUT_TORCH}
-            self.agents.append(Watched(home, *words, *OPTIONS, *options, str(LIVELY), str(folder), env=env))
+            agent = Watched(home, *words, "--rdzv-endpoint", endpoint, str(program), env=WITHOUT_TORCH)
+            started.append(agent)
+            stack.push(agent)
+        yield started
 
-    def __enter__(self) -> Fleet:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for agent in self.agents:
-            agent.__exit__()
+def wait_for_line(agent: Watched, pattern: str, after: int) -> None:
+    """Wait until the agent has printed a line like `pattern`, after its first `after` characters."""
+    wait_for(lambda: re.search(pattern, agent.stderr[after:]), f"a line like {pattern!r}", LOGGED_S)
 
-    def life(self, node: int) -> Life | None:
-        """The newest line of that node's worker, dead or alive. None before the first line."""
-        with suppress(FileNotFoundError):
-            return Life(*map(int, (self.folder / f"life-{node}").read_text().split()))
-        return None
 
-    def is_alive(self, node: int) -> bool:
-        life = self.life(node)
-        return life is not None and is_alive(life.pid)
-
-    def run(self, generation: int, deadline_s: float = DEADLINE_S) -> None:
-        """Wait until a worker of that generation, or of a newer one, lives on each node."""
-
-        def all_live() -> bool:
-            lives = [self.life(node) for node in range(len(self.agents))]
-            return all(life and life.generation >= generation and is_alive(life.pid) for life in lives)
-
-        self.wait_for(all_live, f"generation {generation} runs on all nodes", deadline_s)
-
-    def goes_on(self, node: int) -> None:
-        """Wait until that node's worker, the same one, has done more steps."""
-        first = self.life(node)
-        assert first, f"node {node} has no worker"
-
-        def stepped() -> bool:
-            now = self.life(node)
-            assert now
-            assert now.pid == first.pid, f"node {node} has another worker than {first}: {now}\n{self.story()}"
-            return now.step >= first.step + 5
-
-        self.wait_for(stepped, f"the worker of node {node} goes on")
-
-    def says(self, node: int, pattern: str, after: int = 0) -> None:
-        """Wait until that node's agent has printed a line like `pattern`, after its first `after` characters."""
-        agent = self.agents[node]
-        self.wait_for(
-            lambda: re.search(pattern, agent.stderr[after:], re.MULTILINE), f"node {node} says {pattern!r}", LOGGED_S
-        )
-
-    def wait_for(self, fact: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-        """Wait for a fact. The failure message has the agents' output."""
-        try:
-            wait_for(fact, what, deadline_s)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.story()}") from None
-
-    def story(self) -> str:
-        return "\n".join(f"--- node{i} ({a.process.poll()}):\n{a.stderr}" for i, a in enumerate(self.agents))
+def wait_for_steps(agent: Watched) -> None:
+    """Wait until the agent's worker has done more steps."""
+    begun = agent.stdout.count("pid")
+    wait_for(lambda: agent.stdout.count("pid") >= begun + 5, "the worker goes on")
 
 
 _RPCS = {f"/v3/{rpc.value}": rpc for rpc in Rpc}
@@ -200,33 +154,30 @@ def test_a_running_job_trains_on_under_each_refusal_logs_it_and_goes_on_when_it_
     with (
         Etcd("3.5") as etcd,
         Refusing(etcd) as proxy,
-        Fleet(tmp_path / "job", [etcd.endpoints, str(proxy.endpoint)]) as fleet,
+        agents(tmp_path, etcd.endpoints, str(proxy.endpoint)) as (_, refused),
     ):
-        fleet.run(0)
+        refused.wait_for_output("generation 0 pid")
 
         for answer in REFUSALS:
-            before = len(fleet.agents[1].stderr)
+            before = len(refused.stderr)
             proxy.refuse(Rpc.TXN, answer)
-            fleet.says(1, AWAY, after=before)
-            fleet.goes_on(1)
+            wait_for_line(refused, AWAY, after=before)
+            wait_for_steps(refused)
             assert (Rpc.TXN, answer) in proxy.struck
 
             proxy.heal()
-            fleet.says(1, BACK, after=before)
+            wait_for_line(refused, BACK, after=before)
 
-        life = fleet.life(1)
-        assert life
-        assert life.generation == 0, fleet.story()
-        fleet.goes_on(1)
+        wait_for_steps(refused)
+        assert len(set(re.findall(r"generation \d+ pid \d+", refused.stdout))) == 1, refused.output
 
 
 def test_a_job_that_is_denied_before_it_began_ends_at_once_with_the_reason(tmp_path: Path) -> None:
     with Etcd("3.5") as etcd, Refusing(etcd) as proxy:
         proxy.refuse(Rpc.TXN, PERMISSION_DENIED)
-        with Fleet(tmp_path / "job", [str(proxy.endpoint)] * 2) as fleet:
-            codes = [agent.wait() for agent in fleet.agents]
+        with agents(tmp_path, *[str(proxy.endpoint)] * 2) as both:
+            assert [agent.wait() for agent in both] == [2, 2]
 
-            assert codes == [2, 2], fleet.story()
             words = "requires a user and a password, and none is given"
-            assert all(words in agent.stderr for agent in fleet.agents), fleet.story()
+            assert all(words in agent.stderr for agent in both)
             assert (Rpc.TXN, PERMISSION_DENIED) in proxy.struck

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -20,55 +19,18 @@ from tests.harness import LIGHT, script, slow, wait_for
 OF_LONG_GENERATIONS = ("/proc//stat", "/proc//schedstat")
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """What one process holds: its descriptors by kind, its threads and its zombies."""
-
-    fds: tuple[tuple[str, int], ...]
-    threads: int
-    zombies: int
-
-    @property
-    def of_long_generations(self) -> dict[str, int]:
-        return {kind: number for kind, number in self.fds if kind in OF_LONG_GENERATIONS}
-
-    @property
-    def of_each_generation(self) -> Holdings:
-        return replace(self, fds=tuple(each for each in self.fds if each[0] not in OF_LONG_GENERATIONS))
-
-
-def holdings(pid: int) -> Holdings:
-    """What the process `pid` holds now."""
+def holdings(pid: int) -> dict[str, int]:
+    """The process's descriptors by kind and its threads, but for what a generation that lasts needs more."""
     kinds: Counter[str] = Counter()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
             # All sockets ("socket:[4711]") are one kind, and all pipes. Each file is a kind of its own, but those of a
             # worker in /proc.
-            kinds[re.sub(r":\[\d+\]$|(?<=^/proc/)\d+", "", str(link.readlink()))] += 1
-    zombies = sum(_state(child) == "Z" for child in children(pid))
-    return Holdings(tuple(sorted(kinds.items())), len(list(Path(f"/proc/{pid}/task").iterdir())), zombies)
-
-
-def children(pid: int) -> list[int]:
-    """The children of a single-threaded process in the order of their birth, zombies included."""
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def command(pid: int) -> str:
-    """The command line; empty where there is no such process any more."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _state(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
+            kind = re.sub(r":\[\d+\]$|(?<=^/proc/)\d+", "", str(link.readlink()))
+            if kind not in OF_LONG_GENERATIONS:
+                kinds[kind] += 1
+    kinds["threads"] = len(list(Path(f"/proc/{pid}/task").iterdir()))
+    return dict(kinds)
 
 
 def shared_memory_of(pids: Iterable[int]) -> list[str]:
@@ -80,11 +42,6 @@ def shared_memory_of(pids: Iterable[int]) -> list[str]:
     names = [path.name for path in Path("/dev/shm").iterdir()]
     names = [name for name in names if not re.fullmatch(r"elaunch_[0-9a-f]+_memory", name)]
     return [name for name in names if name.startswith("elaunch") or wanted & set(re.split(r"[^0-9]+", name))]
-
-
-def alive(pids: Iterable[int]) -> list[str]:
-    """Those of `pids` that still run, with their command lines."""
-    return [f"{pid} {command(pid)}" for pid in pids if is_alive(pid)]
 
 
 RESTARTS = 10
@@ -111,9 +68,8 @@ def zombies_of(*parents: psutil.Process) -> list[int]:
     return found
 
 
-def holds(*processes: psutil.Process) -> list[Holdings]:
-    """What they hold, but for what a generation that lasts on a busy machine needs more."""
-    return [holdings(each.pid).of_each_generation for each in processes]
+def holds(*processes: psutil.Process) -> list[dict[str, int]]:
+    return [holdings(each.pid) for each in processes]
 
 
 @pytest.mark.parametrize("how", [LIGHT, slow(("--no-preload",))], ids=["forked", "no-preload"])
@@ -123,7 +79,7 @@ def test_ten_restarts_leave_no_process_no_descriptor_no_thread_no_file(tmp_path:
     names = ("sleep", "setsid", "daemon")
     # Not their pids, which other processes may get.
     older: list[psutil.Process] = []
-    first: list[Holdings] = []
+    first: list[dict[str, int]] = []
     with Watched(tmp_path, *how, "--nproc-per-node", "2", "--max-restarts", str(RESTARTS), "train.py") as job:
         agent, template = psutil.Process(job.process.pid), job.fork_server()
 

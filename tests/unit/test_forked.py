@@ -31,23 +31,12 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def test_a_child_that_returns_has_code_0() -> None:
-    with Child(lambda: None) as child:
-        assert child.end() == 0
-    assert is_gone(child.pid)
-
-
 @pytest.mark.parametrize("act", [raises, lambda: pytest.fail("asked for by the test"), lambda: exit("asked for by")])
 def test_a_child_that_raises_has_code_1_and_says_why(act: object, capfd: pytest.CaptureFixture[str]) -> None:
     with Child(act) as child:  # type: ignore[arg-type]
         assert child.end() == 1
 
     assert "asked for by" in capfd.readouterr().err
-
-
-def test_a_child_that_a_signal_ends_has_its_number() -> None:
-    with Child(lambda: os.kill(os.getpid(), signal.SIGKILL)) as child:
-        assert child.end() == -signal.SIGKILL
 
 
 def test_a_child_that_hangs_is_named_prints_its_stacks_is_killed_and_fails_its_test(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -37,22 +35,6 @@ def test_make_gpu_without_a_gpu_is_one_sentence_and_runs_nothing() -> None:
     assert all(line.startswith("make") for line in rest)
     assert done.stdout == ""
     assert {path.name for path in REPOSITORY.iterdir()} == there
-
-
-def test_the_tables_of_launches_are_the_benchs() -> None:
-    def sample(section: str, contender: str, seconds: float, **stages: float) -> dict[str, Any]:
-        values = {"first all-reduce": seconds, "first optimizer step": seconds + 1}
-        return {"section": section, "contender": contender, "workers": 1, "values": values, "stages": stages, "why": ""}
-
-    samples = [sample("restart", "elaunch", s, **{"CUDA context": s / 2}) for s in (1.0, 2.0, 9.0)]
-    samples += [sample("restart", "torchrun", 7.0), {**sample("start", "torchrun", 0.0), "values": {}, "why": "hung"}]
-
-    tables = gpu_parts.launches(json.dumps({"machine": {}, "settings": {}, "samples": samples}))["tables"]
-
-    text = "\n".join(tables)
-    assert re.search(r"first all-reduce +\| +1 \| +elaunch \| +3 \| +2.00", text)
-    assert re.search(r"CUDA context +\| +1.00", text)
-    assert "- 1 workers, torchrun: 1 × hung" in text
 
 
 def part(folder: Path, program: str, name: str = "one", limit_s: float = 60) -> Part:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench import scale
-from bench.page import BEGIN, EMPTY, END, NODES_BEGIN, NODES_END, render, stage_rows, update
+from bench.page import BEGIN, EMPTY, NODES_BEGIN, NODES_END, render, stage_rows, update
 from bench.samples import Run, Sample
 
 REDUCE, STEP = "first all-reduce", "first optimizer step"
@@ -28,18 +28,6 @@ def row(text: str, *first: str) -> list[str]:
         if cells[: len(first)] == list(first):
             return cells
     raise AssertionError(f"no row {first} in:\n{text}")
-
-
-def test_only_what_lies_between_the_markers_changes() -> None:
-    page = f"above\n{BEGIN}\nold\n{END}\nbelow\n"
-
-    fresh = update(page, results(start("elaunch", 2.0, 2.5)))
-
-    assert fresh.startswith(f"above\n{BEGIN}\n")
-    assert fresh.endswith(f"{END}\nbelow\n")
-    assert "old" not in fresh
-    assert "2 × something" in fresh
-    assert update(fresh, results(start("elaunch", 2.0, 2.5))) == fresh
 
 
 def test_a_part_without_samples_stays_as_it_is() -> None:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from elaunch.launcher import host as reach
@@ -87,14 +86,6 @@ def test_without_the_jobs_token_no_one_is_admitted(running: tuple[StoreProcess, 
     with pytest.raises(Denied, match="is not that of the store"):
         client(endpoint, "the token of another").check()
     client(endpoint, TOKEN).check()
-
-
-def test_the_token_is_visible_to_no_one(running: tuple[StoreProcess, Endpoint]) -> None:
-    process, _ = running
-    server = psutil.Process(process.pid)
-
-    assert TOKEN not in " ".join(server.cmdline())
-    assert "ELAUNCH_TOKEN" not in server.environ()
 
 
 # --- who is the head
