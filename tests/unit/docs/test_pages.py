@@ -68,6 +68,13 @@ def test_the_page_of_failures_is_made_from_the_rules() -> None:
     assert (DOCS / "failures.md").read_text() == made["page"](), "run: python docs/record/failures.py"
 
 
+def test_the_pages_about_options_are_made_from_their_table() -> None:
+    made = runpy.run_path(str(DOCS / "record" / "options.py"))
+
+    assert (DOCS / "options.md").read_text() == made["markdown"](), "run: python docs/record/options.py"
+    assert (DOCS / "elaunch.1").read_text() == made["manual"](), "run: python docs/record/options.py man"
+
+
 @pytest.mark.parametrize("script", ["diagrams.py", "plans.py"])
 def test_the_diagrams_are_what_the_script_draws(script: str) -> None:
     drawn = runpy.run_path(str(DOCS / "record" / script))["PICTURES"]

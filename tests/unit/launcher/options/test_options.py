@@ -13,7 +13,7 @@ from elaunch.agent.config import AgentConfig, OnHang, StreamChoice, Streams
 from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.command_line import Group
-from elaunch.launcher.options.help import help_text, manual, markdown
+from elaunch.launcher.options.help import help_text
 from elaunch.launcher.options.options import Options, UsageError, parse
 from elaunch.launcher.options.rdzv_conf import SETTINGS
 from elaunch.launcher.options.table import TABLE
@@ -110,11 +110,6 @@ def test_help_has_one_line_of_at_most_100_columns_for_each_option() -> None:
 
 
 # --- one table
-
-
-def test_the_pages_are_those_that_the_options_make() -> None:
-    assert (REPOSITORY / "docs/options.md").read_text() == markdown()
-    assert (REPOSITORY / "docs/elaunch.1").read_text() == manual()
 
 
 def test_help_has_every_exit_code_of_the_page_about_them() -> None:
