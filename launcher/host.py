@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from elaunch.agent.own_lines import can_move_cursor, is_one_terminal
 from elaunch.agent.workers.topology import read_gpus, visible
+from elaunch.launcher.errors import UsageError
 from elaunch.rendezvous.dial import resolve
 from elaunch.rendezvous.endpoint import Endpoint, is_loopback, is_meant_locally
 
@@ -116,10 +117,6 @@ class NoAddress(Exception):
     """No address was found. The message has the reason. A retry may succeed."""
 
 
-class AmbiguousAddress(Exception):
-    """Several addresses are possible, and the user has to choose. The message has the option."""
-
-
 class Owner(Enum):
     """The host that a name refers to."""
 
@@ -176,8 +173,8 @@ def can_be_bound(address: str) -> bool:
 def own_address(endpoints: Sequence[Endpoint], wait_s: float = _RESOLVE_S) -> str:
     """The address of this host from which the kernel would reach `endpoints`: the first one that has a route.
 
-    Raises NoAddress, and AmbiguousAddress if an endpoint's name is a loopback address here, and this host has several
-    other addresses.
+    Raises NoAddress, and UsageError if an endpoint's name is a loopback address here, and this host has several other
+    addresses.
     """
     problems: list[str] = []
     for endpoint in endpoints:
@@ -204,10 +201,10 @@ def routable_addresses() -> list[str]:
 
 
 def _routable(host: str) -> str | None:
-    """The address that other nodes may reach; None if this host has no network. Raises AmbiguousAddress."""
+    """The address that other nodes may reach; None if this host has no network. Raises UsageError."""
     found = routable_addresses()
     if len(found) > 1:
-        raise AmbiguousAddress(
+        raise UsageError(
             f"{host} is a loopback address here, and this host has several other addresses ({', '.join(found)});"
             " give the one that the other nodes reach with --local-addr"
         )

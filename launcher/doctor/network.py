@@ -12,7 +12,6 @@ from elaunch.agent.diagnosis.investigate import REFUSED, connect_error, ephemera
 from elaunch.launcher.doctor.host import Finding, Needs, bad, ok, warn
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import (
-    AmbiguousAddress,
     NoAddress,
     Owner,
     addresses,
@@ -43,7 +42,7 @@ def check_address(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
     try:
         address = plan.own_addr or ("127.0.0.1" if plan.is_alone else own_address(plan.endpoints, _RESOLVE_S))
         number = address if is_address(address) else addresses(address, _RESOLVE_S)[0]
-    except (NoAddress, AmbiguousAddress) as error:
+    except (NoAddress, UsageError) as error:
         yield bad(str(error), "correct --rdzv-endpoint, the name or the route, or give --local-addr")
         return
     if not can_be_bound(number):

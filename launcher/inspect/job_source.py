@@ -26,7 +26,7 @@ from elaunch.agent.linux import credentials, in_threads, state
 from elaunch.agent.serve.status_server import SOCKET_NAME, STACKS_S
 from elaunch.launcher.errors import SiteError
 from elaunch.launcher.store.connect import store_of
-from elaunch.launcher.store.locate import RendezvousPlan, plan_at
+from elaunch.launcher.store.locate import RendezvousPlan
 from elaunch.rendezvous.codec import decode, decode_fields
 from elaunch.rendezvous.format import plain
 from elaunch.rendezvous.rules.queries import RESPONSE_BYTES_MAX, RESPONSES_PER_S, Query, Topic, post_query
@@ -55,7 +55,7 @@ _RETRY_S = 0.2
 _OF_NO_JOB = (JobState.ENDED, JobState.GONE)
 
 
-class NoResponse(Exception):
+class NoResponse(SiteError):
     """An agent that was found gave no response, or none that can be read. The message has no full stop."""
 
 
@@ -116,11 +116,6 @@ def status_of(path: Path) -> LocalAgent:
     return _query(path, "status", lambda fields, *who: LocalAgent(path, *who, **decode_fields(kinds, fields)))
 
 
-def store_locator(agent: LocalAgent) -> str:
-    """How that agent reaches the job's store, as JSON (`locate.locator_of`). Raises NoResponse."""
-    return _query(agent.path, "store", lambda fields, *_: json.dumps(fields["store"]))
-
-
 def stacks_of(agent: LocalAgent, wait_s: float) -> StackResponse:
     """The stacks of that agent's workers. Raises NoResponse."""
 
@@ -131,11 +126,6 @@ def stacks_of(agent: LocalAgent, wait_s: float) -> StackResponse:
         return response
 
     return _query(agent.path, "stacks", read, wait_s)
-
-
-def order_to(agent: LocalAgent, topic: Topic) -> OrderResponse:
-    """Give that agent an order for its whole job. Raises NoResponse."""
-    return _query(agent.path, topic.value, lambda fields, *_: decode(OrderResponse, json.dumps(fields["order"])))
 
 
 def _sockets() -> dict[int, list[Path]]:
@@ -415,10 +405,7 @@ class LocalSource:
         """Give the whole job an order. Raises SiteError."""
         # One agent is enough: it informs the others. A spare runs no workers.
         agent = min(self._agents, key=lambda agent: agent.node.state not in ("running", "done"))
-        try:
-            return order_to(agent, topic)
-        except NoResponse as error:
-            raise SiteError(str(error)) from None
+        return _query(agent.path, topic.value, lambda fields, *_: decode(OrderResponse, json.dumps(fields["order"])))
 
     def close(self) -> None:
         if self._store:
@@ -432,10 +419,7 @@ class LocalSource:
             if agent is None:
                 # Another user's agent could make root open any address and any file.
                 raise SiteError("it is another user's job; its own user sees the other nodes too")
-            try:
-                plan = plan_at(store_locator(agent))
-            except (NoResponse, ValueError) as error:
-                raise SiteError(str(error)) from None
+            plan = _query(agent.path, "store", lambda fields, *_: decode(RendezvousPlan, json.dumps(fields["store"])))
             self._store = StoreSource(plan, agent.job.run_id)
         return self._store
 

@@ -27,7 +27,6 @@ from elaunch.rendezvous.types import ProgramKind
 
 Object = dict[str, Any]
 
-_FOLDER = "/etc/elaunch/etcd"
 # A host name has at most 63 characters. The rest is for the submission's suffix: `name-1f2e3d`.
 _NAME_MAX = 52
 
@@ -42,54 +41,31 @@ _NOT_HERE = {
 
 @dataclass(frozen=True)
 class PodJob:
-    """The job to run, and the command line's values for its pods (empty if not given).
+    """The job to run. `given` are the values of the command line.
 
     `instance` distinguishes this submission from an earlier one of the same `name`, whose pods may still run. It is the
-    pods' label, and the name of the objects beside the Job. `nodes` is the least and the largest number of pods. `etcd`
-    holds endpoints. If it is empty, the first pod serves the store, and clients need the token in the Secret
-    `token_secret`.
+    pods' label, and the name of the objects beside the Job. `etcd` holds endpoints. If it is empty, the first of
+    several pods serves the store, and its clients need the token in the Secret `token_secret`.
     """
 
     name: str
     instance: str
     command: tuple[str, ...]
-    nodes: tuple[int, int]
     etcd: str
     token_secret: str
     given: Mapping[str, Any]
-
-    @property
-    def has_token(self) -> bool:
-        return self.nodes[1] > 1 and not self.etcd
-
-    @property
-    def variables(self) -> list[tuple[str, str]]:
-        """The pods' variables that the command line decides, before those of --env."""
-        values = {"PET_NNODES": ":".join(str(number) for number in dict.fromkeys(self.nodes))}
-        if self.etcd:
-            values["ELAUNCH_ENDPOINT"] = self.etcd
-        if self.given["etcd_secret"]:
-            names = {"CACERT": "ca.crt", "CERT": "tls.crt", "KEY": "tls.key"}
-            values |= {f"ETCDCTL_{name}": f"{_FOLDER}/{file}" for name, file in names.items()}
-        if not self.given["writable_image"] and "HOME" not in dict(self.given["env"]):
-            # Libraries write caches into HOME, and the image's folders are read-only.
-            values["HOME"] = "/tmp"
-        return [*values.items()]
 
 
 def _main(ctx: click.Context) -> int:
     """Submit the job, or print its manifests. Returns the exit code. Raises UsageError and SiteError."""
     job = job_of(ctx, secrets.token_hex(3))
     token = ""
-    if job.has_token and not ctx.params["token_secret"]:
+    if job.token_secret and not ctx.params["token_secret"]:
         token = outside(ctx.obj.environ).get("ELAUNCH_TOKEN", "").strip() or new_token()
-    namespace = ctx.params["namespace"]
     if ctx.params["dry_run"]:
-        made = objects(job, token)
-        if namespace:
-            made = [{**each, "metadata": {**each["metadata"], "namespace": namespace}} for each in made]
-        sys.stdout.write(as_yaml(made))
+        sys.stdout.write(as_yaml(objects(job, token)))
         return 0
+    namespace = ctx.params["namespace"]
     where = ["--namespace", namespace] if namespace else []
     _create(job, token, where)
     kubectl = " ".join(("kubectl", *where))
@@ -115,15 +91,10 @@ def job_of(ctx: click.Context, suffix: str = "") -> PodJob:
             raise UsageError(f"{word!r} is not UTF-8, and a manifest must be; put it into a file of the image")
     name = given["name"] or _name(options)
     instance = f"{name}-{suffix}" if suffix else name
-    return PodJob(
-        name,
-        instance,
-        tuple(command),
-        given["nodes"],
-        etcd=_etcd(given["etcd"] or (), given["etcd_secret"]),
-        token_secret=given["token_secret"] or f"{instance}-token",
-        given=given,
-    )
+    etcd = _etcd(given["etcd"] or (), given["etcd_secret"])
+    has_token = given["nodes"][1] > 1 and not etcd
+    token_secret = (given["token_secret"] or f"{instance}-token") if has_token else ""
+    return PodJob(name, instance, tuple(command), etcd, token_secret, given)
 
 
 def _checked_job(ctx: click.Context, nodes: tuple[int, int], variables: Mapping[str, str]) -> Options:

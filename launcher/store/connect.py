@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import (
-    AmbiguousAddress,
     NoAddress,
     Owner,
     addresses,
@@ -117,7 +116,7 @@ def connect_store(options: Options, planned: Planned, log: Callable[[str], None]
             True,
             address,
             socket_variables(number, os.environ, log, verbose=options.verbose),
-            served.pid if served else None,
+            served.process.pid if served else None,
             locator_of(plan),
             next(iter(invitation), ""),
             only_here(plan),
@@ -248,8 +247,6 @@ def _own_address(planned: Planned, log: Callable[[str], None]) -> str:
     while True:
         try:
             return own_address(plan.endpoints)
-        except AmbiguousAddress as error:
-            raise UsageError(str(error)) from None
         except NoAddress as error:
             if time.monotonic() > end_s:
                 raise SiteError(f"{error}; is --rdzv-endpoint right?") from None

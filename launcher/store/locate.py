@@ -16,7 +16,7 @@ from elaunch.launcher.options.options import Options, Source, argv_of
 from elaunch.launcher.options.rdzv_conf import Conf, parse_rdzv_conf
 from elaunch.launcher.options.values import ENDPOINT_VARIABLES, PORT_MAX, Address, endpoints
 from elaunch.launcher.schedulers.facts import Cluster
-from elaunch.rendezvous.codec import decode, encode
+from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.endpoint import PREFIX, Endpoint, Login, Tls, Transport, how_to_send
 from elaunch.rendezvous.times import Times
 
@@ -95,11 +95,6 @@ def locator_of(plan: RendezvousPlan) -> str:
     tls = plan.tls
     absolute = Tls(_absolute(tls.ca), _absolute(tls.certificate), _absolute(tls.key)) if tls else None
     return encode(replace(plan, tls=absolute))
-
-
-def plan_at(locator: str) -> RendezvousPlan:
-    """The plan in `locator`. Raises ValueError."""
-    return decode(RendezvousPlan, locator)
 
 
 def _absolute(path: str | None) -> str | None:

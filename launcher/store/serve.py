@@ -58,7 +58,7 @@ class StoreProcess:
         environ = {name: value for name, value in os.environ.items() if name != "ELAUNCH_TOKEN"}
         self.token = token
         self.token_file = self.problem = ""
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-c", _START, root, title, "--fd", str(fd), "--agents", str(agents)],
             env=environ,
             stdin=subprocess.PIPE,
@@ -68,7 +68,7 @@ class StoreProcess:
             start_new_session=True,
             cwd="/",
         )
-        assert self._process.stdin
+        assert self.process.stdin
         if save_for:
             # The server starts meanwhile, and serves no client before it has the token.
             try:
@@ -77,35 +77,27 @@ class StoreProcess:
                 self.problem = getattr(error, "strerror", None) or str(error)
         # A pipe's capacity is larger than any token.
         with suppress(BrokenPipeError):
-            self._process.stdin.write(f"{self.token_file}\n{token}\n".encode())
-            self._process.stdin.flush()
+            self.process.stdin.write(f"{self.token_file}\n{token}\n".encode())
+            self.process.stdin.flush()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def wait_until_ready(self, deadline_s: float = START_S) -> bool:
-        """True when the server serves; False if it has ended, or is not ready within `deadline_s` seconds."""
-        assert self._process.stdout
-        ready, _, _ = select.select([self._process.stdout], [], [], deadline_s)
+    def wait_until_ready(self) -> bool:
+        """True when the server serves; False if it has ended, or is not ready in time."""
+        assert self.process.stdout
+        ready, _, _ = select.select([self.process.stdout], [], [], START_S)
         # The server writes its line in one write, or nothing.
-        return bool(ready and os.read(self._process.stdout.fileno(), 64))
-
-    def exit_code(self) -> int | None:
-        """The server's exit code; None while it runs."""
-        return self._process.poll()
+        return bool(ready and os.read(self.process.stdout.fileno(), 64))
 
     def stop(self) -> None:
         """End the server, which removes the token's file."""
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self.process.stdin, self.process.stdout):
             if pipe:
                 with suppress(BrokenPipeError):
                     pipe.close()
         try:
-            self._process.wait(_STOP_S)
+            self.process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
 
 def serve_if_head(plan: RendezvousPlan, log: Callable[[str], None], agents: int = 1) -> StoreProcess | None:
@@ -305,9 +297,9 @@ def _take_signals() -> tuple[signal.Signals, ...]:
 
 
 def _wait(server: StoreProcess, ends: Sequence[signal.Signals]) -> int:
-    while server.exit_code() is None:
+    while (code := server.process.poll()) is None:
         signum = signal.sigwait((*ends, signal.SIGCHLD))
         if signum in ends:
             print(f"elaunch: the store exits on {signal.Signals(signum).name}", file=sys.stderr)
             return 0
-    raise SiteError(f"the store's server exited unexpectedly, with exit code {server.exit_code()}")
+    raise SiteError(f"the store's server exited unexpectedly, with exit code {code}")

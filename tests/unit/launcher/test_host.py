@@ -13,8 +13,8 @@ import pytest
 
 from elaunch.agent.workers.topology import Gpu, read_gpus, visible
 from elaunch.launcher import host
+from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import (
-    AmbiguousAddress,
     NoAddress,
     Owner,
     own_address,
@@ -161,7 +161,7 @@ def test_of_several_interfaces_none_is_guessed(names: dict[str, list[str]], monk
     monkeypatch.setattr(host, "routable_addresses", lambda: ["10.9.8.7", "10.9.9.7"])
 
     with pytest.raises(
-        AmbiguousAddress,
+        UsageError,
         match=r"several other addresses \(10.9.8.7, 10.9.9.7\); give the one .* with --local-addr",
     ):
         own_address([Endpoint("host0", 9)])

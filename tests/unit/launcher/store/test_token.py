@@ -109,7 +109,7 @@ from elaunch.launcher.store.serve import listen, serve
 from elaunch.rendezvous.endpoint import Endpoint
 place = Endpoint("127.0.0.1", int(sys.argv[1]))
 process = serve(listen(place), place, "")
-print(process.pid, process.token_file, flush=True)
+print(process.process.pid, process.token_file, flush=True)
 time.sleep(600)
 """
     with subprocess.Popen(
