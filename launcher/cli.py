@@ -21,17 +21,14 @@ from elaunch.agent.config import AgentConfig, LogFormat
 from elaunch.agent.own_lines import OwnLines
 from elaunch.interrupts import end_at_ctrl_c, raise_at_ctrl_c
 from elaunch.launcher.agent_config import agent_config, with_network
+from elaunch.launcher.doctor.host import check_open_files, health_check
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import detect, environ_at_start
 from elaunch.launcher.options.command_line import COMMANDS, ELAUNCH, ParseState
 from elaunch.launcher.options.options import Options, load_job_file
 from elaunch.launcher.pid1 import become_init
 from elaunch.launcher.preflight import (
-    check_hook,
-    check_log_dir,
-    check_metrics,
-    check_open_files,
-    check_program,
+    check_options,
     read_secret,
     take_program_from_stdin,
     temporary_folder_warning,
@@ -175,8 +172,6 @@ def _health(
     if options.health_check == "off" or (is_default and config.spec.nodes_max == 1 and not has_gpu):
         # A job of one node without a GPU fails immediately, with the reason, where the check would only warn.
         return nullcontext()
-    from elaunch.launcher.doctor.host import health_check
-
     return health_check(config.slots, environ, agent.warn, is_strict=options.health_check == "strict")
 
 
@@ -184,10 +179,7 @@ def _prepared(
     options: Options, environ: Mapping[str, str], cluster: Cluster | None
 ) -> tuple[Options, Planned, AgentConfig]:
     """Decide everything before anything is started, the job's name included. Raises UsageError."""
-    check_program(options, environ)
-    check_hook(options)
-    check_metrics(options)
-    check_log_dir(options)
+    check_options(options, environ)
     if cluster:
         cluster = facts_of_job(options, cluster, environ)
         options = settle(options, cluster)

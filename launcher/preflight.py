@@ -1,10 +1,9 @@
-"""Checks this host before the job starts: program, hook, output folder, limits. Also reads the user's secret."""
+"""Checks this host before the job starts: program, hook, output folder. Also reads the user's secret."""
 
 from __future__ import annotations
 
 import ast
 import os
-import resource
 import shlex
 import shutil
 import sys
@@ -22,6 +21,20 @@ _JOB_FILE_SUFFIXES = {".yaml", ".yml"}
 _ELF = b"\x7fELF"
 # The path of a Unix socket has at most 107 bytes. multiprocessing appends /pymp-xxxxxxxx/listener-xxxxxxxx to TMPDIR.
 _TEMPORARY_MAX = 107 - 32
+
+
+def check_options(options: Options, environ: Mapping[str, str]) -> None:
+    """Raises UsageError if this host lacks the program, the command of --on-event, the metrics' library or a folder."""
+    check_program(options, environ)
+    if options.on_event:
+        # The first event would be too late to notice.
+        _check_command(options.on_event[0], "--on-event ")
+    if options.metrics_port and find_spec("prometheus_client") is None:
+        raise UsageError(
+            "--metrics-port needs the package prometheus-client; install it with pip install 'elaunch[metrics]', or"
+            " leave the option out"
+        )
+    check_log_dir(options)
 
 
 def check_program(options: Options, environ: Mapping[str, str]) -> None:
@@ -70,21 +83,6 @@ def temporary_folder_warning(environ: Mapping[str, str]) -> str:
     )
 
 
-def check_metrics(options: Options) -> None:
-    """Raises UsageError if metrics are requested, and the library for them is not installed."""
-    if options.metrics_port and find_spec("prometheus_client") is None:
-        raise UsageError(
-            "--metrics-port needs the package prometheus-client; install it with pip install 'elaunch[metrics]', or"
-            " leave the option out"
-        )
-
-
-def check_hook(options: Options) -> None:
-    """Raises UsageError if the command of --on-event cannot be run: the first event is too late to notice."""
-    if options.on_event:
-        _check_command(options.on_event[0], "--on-event ")
-
-
 def _check_command(name: str, what: str) -> None:
     """Raises UsageError if `name` cannot be run as a command."""
     if shutil.which(name):
@@ -128,17 +126,6 @@ def check_log_dir(options: Options) -> None:
     if not is_folder:
         where = "is a file" if found == options.log_dir else f"lies below {found}, which is a file"
         raise UsageError(f"--log-dir {options.log_dir} {where}; name a directory (a missing one is made)")
-
-
-def check_open_files(workers: int) -> None:
-    """Raises UsageError if the limit of open files is too low for that many workers: pipes, a link, log files each."""
-    needed = 6 * workers + 64
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != resource.RLIM_INFINITY and allowed < needed:
-        count = "1 worker needs" if workers == 1 else f"{workers} workers need"
-        raise UsageError(
-            f"{count} {needed} open files, and the limit (ulimit -n) is {allowed}; raise it: ulimit -n {needed}"
-        )
 
 
 def _check_no_job_file(target: str) -> None:

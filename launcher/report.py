@@ -59,9 +59,7 @@ def record(outcome: Outcome, logs: Path | None) -> dict[str, object]:
     return {"generation": outcome.generation, **known, **of_outcome(outcome)}
 
 
-def write_error_file(
-    outcome: Outcome, path: str | None, own: Callable[[int, int], Path | None] = lambda _generation, _rank: None
-) -> None:
+def write_error_file(outcome: Outcome, path: str | None, own: Callable[[int, int], Path | None]) -> None:
     """Write the failure that ended the job to `path` for the program that started elaunch: its record with `errorCode`.
 
     The format is that of torch's `@record`. `own` finds the error file of a rank of this host in a generation, if the

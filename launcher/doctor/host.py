@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 
 from elaunch.agent.workers.topology import read_gpus, visible
-from elaunch.launcher.errors import SiteError
+from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.inspect.text import duration
 from elaunch.rendezvous.format import bytes_text
 from elaunch.strict_json import parse_json
@@ -135,6 +135,13 @@ def check_limits(needs: Needs) -> Iterator[Finding]:
     """Whether the limits of open files and of threads are enough."""
     yield judge_limit(FILES, _soft(resource.RLIMIT_NOFILE), needs)
     yield judge_limit(THREADS, sys.maxsize if os.geteuid() == 0 else _soft(resource.RLIMIT_NPROC), needs)
+
+
+def check_open_files(workers: int) -> None:
+    """Raises UsageError if the limit of open files is too low for that many workers."""
+    finding = judge_limit(FILES, _soft(resource.RLIMIT_NOFILE), Needs(workers=workers))
+    if finding.grade is Grade.BAD:
+        raise UsageError(f"{finding.found}; {finding.advice}")
 
 
 def judge_limit(rule: tuple[str, tuple[int, int], tuple[int, int]], limit: int, needs: Needs) -> Finding:

@@ -124,7 +124,7 @@ def handed_on(folder: Path, recorded: str | None) -> Any:
     theirs, ours = folder / "theirs.json", folder / "ours.json"
     if recorded is not None:
         theirs.write_text(recorded, "latin-1")
-    write_error_file(replace(FAILED, failure=replace(RAISED, error_file=str(theirs))), str(ours))
+    write_error_file(replace(FAILED, failure=replace(RAISED, error_file=str(theirs))), str(ours), lambda *_: None)
     return json.loads(ours.read_text())
 
 

@@ -16,6 +16,7 @@ from elaunch.agent.workers.topology import Gpu
 from elaunch.launcher.doctor import host, network
 from elaunch.launcher.doctor.command import examine
 from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, health_check, ok, worst
+from elaunch.launcher.errors import UsageError
 from tests.harness import DEADLINE_S, wait_for
 
 MIB = 1 << 20
@@ -69,6 +70,13 @@ def test_a_finding_has_a_grade_and_a_way_out(found: Finding | Iterator[Finding],
     assert worst_of.value == grade, all_found
     assert message in " ".join(f"{each.found} {each.advice}" for each in all_found if each.grade is worst_of)
     assert all(bool(each.advice) == (each.grade is not Grade.OK) for each in all_found)
+
+
+def test_more_workers_than_the_limit_of_open_files_allows_are_refused() -> None:
+    host.check_open_files(1)
+
+    with pytest.raises(UsageError, match=r"open files .* is \d+, and 1000000000 workers need 6000000064; raise it to"):
+        host.check_open_files(10**9)
 
 
 SMI = """#!/bin/sh
