@@ -46,12 +46,6 @@ def _lease(raw: values.Raw) -> int:
     return values.whole(raw, low=2)
 
 
-def _switch(raw: values.Raw) -> bool:
-    """Accepts t, y, f and n too, as torch does."""
-    word = values.text(raw).lower()
-    return values.switch({"t": "1", "y": "1", "f": "0", "n": "0"}.get(word, word))
-
-
 def _prefix(raw: values.Raw) -> str:
     """Normalises a prefix to the form `/teams/vision/`, so that all nodes of a job use the same keys."""
     word = values.text(raw)
@@ -96,7 +90,7 @@ class Conf:
         "seconds that the store keeps an ended job's keys [604800]", values.positive_seconds, differs=_OURS
     )
     is_host: bool | None = _setting(
-        "1: serve the store if none listens; 0: do not [by address]", _switch, differs="c10d only"
+        "1: serve the store if none listens; 0: do not [by address]", values.switch, differs="c10d only"
     )
     transport: Transport = _setting(
         "gateway (JSON over HTTP) or grpc [gateway]",

@@ -12,6 +12,7 @@ import shlex
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice, Streams
@@ -24,9 +25,10 @@ Convert = Callable[[Raw], object]
 PORT_MAX = 65535
 # More nodes than any job has. A larger number is a typing error.
 NODES_MAX = 1_000_000
-WORKERS_MAX = SLOTS_MAX
 # Thirty years. All clocks and timers can count this far.
 SECONDS_MAX = 1e9
+# The words of YAML 1.1, of torchrun's variables and of its --rdzv-conf.
+_ON, _OFF = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off", "")
 _NOT_HANDLED = ("SIGKILL", "SIGSTOP")
 _USUAL = "the usual ones are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2"
 # Variables with the store's address. The first one that is set wins.
@@ -64,21 +66,18 @@ def role(bytes_max: int) -> Convert:
     def convert(raw: Raw) -> str:
         word = named(",".join(f"{key}={number}" for key, number in raw.items()) if isinstance(raw, dict) else raw)
         word = ",".join(names(str(word)))
-        if sum(counts_in(word).values()) > WORKERS_MAX:
-            raise ValueError(f"is more workers than {WORKERS_MAX}; give fewer")
+        if sum(counts_in(word).values()) > SLOTS_MAX:
+            raise ValueError(f"is more workers than {SLOTS_MAX}; give fewer")
         return word
 
     return convert
 
 
 def switch(raw: Raw) -> bool:
-    match text(raw).lower():
-        case "1" | "true" | "yes" | "on":
-            return True
-        case "0" | "false" | "no" | "off" | "":
-            return False
-        case _:
-            raise ValueError("is neither on nor off; give 1 or 0")
+    word = text(raw).lower()
+    if word not in (*_ON, *_OFF):
+        raise ValueError("is neither on nor off; give 1 or 0")
+    return word in _ON
 
 
 def whole(raw: Raw, *, low: int = 0, high: int | None = None) -> int:
@@ -91,12 +90,8 @@ def whole(raw: Raw, *, low: int = 0, high: int | None = None) -> int:
     return number
 
 
-def count(raw: Raw) -> int:
-    return whole(raw, low=1)
-
-
-def node_rank(raw: Raw) -> int:
-    return whole(raw, high=NODES_MAX)
+count = partial(whole, low=1)
+node_rank = partial(whole, high=NODES_MAX)
 
 
 def ports(raw: Raw) -> tuple[int, int]:
@@ -154,18 +149,11 @@ def minutes(raw: Raw) -> float:
 def nodes(raw: Raw) -> tuple[int, int]:
     """`N` or `MIN:MAX` as (min, max)."""
     found = re.fullmatch(r"([0-9]{1,18})(?::([0-9]{1,18}))?", text(raw))
-    if not found:
-        raise ValueError("is neither a number of nodes nor a range; use --nnodes N or --nnodes MIN:MAX")
-    nodes_min, nodes_max = int(found[1]), int(found[2] or found[1])
-    if nodes_min > nodes_max:
+    nodes_min, nodes_max = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= nodes_min <= nodes_max <= NODES_MAX:
         raise ValueError(
-            f"is not a range: nodes_min ({nodes_min}) is larger than nodes_max ({nodes_max});"
-            " use --nnodes MIN:MAX with MIN <= MAX"
+            f"is neither a number of nodes nor a range; use N or MIN:MAX with 1 <= MIN <= MAX <= {NODES_MAX}"
         )
-    if nodes_min < 1:
-        raise ValueError("means no node; a job needs at least 1")
-    if nodes_max > NODES_MAX:
-        raise ValueError(f"is more nodes than {NODES_MAX}; give fewer")
     return nodes_min, nodes_max
 
 
@@ -174,12 +162,9 @@ def workers(raw: Raw) -> int | str:
     word = text(raw)
     if word in ("gpu", "cpu", "auto"):
         return word
-    if re.fullmatch(r"[+-]?[0-9]+", word):
-        number = whole(word, low=1)
-        if number > WORKERS_MAX:
-            raise ValueError(f"is more workers than {WORKERS_MAX}; give fewer")
-        return number
-    raise ValueError("is neither a number nor a known resource; use gpu, cpu or auto, or give a number")
+    if not re.fullmatch(r"[+-]?[0-9]+", word):
+        raise ValueError("is neither a number nor a known resource; use gpu, cpu or auto, or give a number")
+    return whole(word, low=1, high=SLOTS_MAX)
 
 
 class OneOf:

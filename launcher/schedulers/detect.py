@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from elaunch.launcher.errors import UsageError
@@ -168,12 +169,10 @@ def _detect_flux(environ: Mapping[str, str], hostname: str, read: Callable[[str]
 
 def _first_host(output: str) -> str | None:
     """The first host of a resource set, where the job's first task runs. None if the text is not a resource set."""
-    try:
+    with suppress(ValueError):
         match parse_json(output):
             case {"execution": {"nodelist": [str(hosts), *_]}}:
                 return expand(hosts)[0]
-    except ValueError:
-        pass
     return None
 
 
@@ -275,15 +274,12 @@ def _detect_lsf(environ: Mapping[str, str], hostname: str, read: Callable[[str],
     if job is None:
         return None
     hosts = of_lsf(environ)
-    index = index_of(hostname, hosts) if len(hosts) > 1 else 0
-    if index is None:
-        raise ValueError(f"this host, {hostname}, is not in LSB_MCPU_HOSTS: {' '.join(hosts)}")
     array = number(environ, "LSB_JOBINDEX") or 0
     run_id = f"lsf-{job}_{array}" if array else f"lsf-{job}"
     return Cluster(
         "LSF",
         nodes=(max(len(hosts), 1),) * 2,
-        node_index=index,
+        node_index=index_of(hostname, hosts, "LSB_MCPU_HOSTS") if len(hosts) > 1 else 0,
         head=hosts[0] if len(hosts) > 1 else None,
         head_port=port_of_name(run_id),
         run_id=run_id,
@@ -314,13 +310,10 @@ def _detect_pbs(environ: Mapping[str, str], hostname: str, read: Callable[[str],
         others = f"its {len(hosts)} nodes are not used: pbsdsh -u elaunch … starts on all"
         note = f"this is the script of PBS's job {job}, and {others}" if len(hosts) > 1 else ""
         return Cluster("PBS", run_id=run_id, sources=used(environ, "PBS_JOBID", "PBS_NODEFILE"), note=note)
-    index = index_of(hostname, hosts)
-    if index is None:
-        raise ValueError(f"this host, {hostname}, is not in PBS_NODEFILE={path}: {' '.join(hosts)}")
     return Cluster(
         "PBS",
         nodes=(len(hosts), len(hosts)),
-        node_index=index,
+        node_index=index_of(hostname, hosts, f"PBS_NODEFILE={path}"),
         head=hosts[0],
         head_port=port_of_name(run_id),
         run_id=run_id,
@@ -339,27 +332,21 @@ def _detect_kubernetes(environ: Mapping[str, str], hostname: str, read: Callable
         return _of_leader_worker_set(environ)
     index = number(environ, "JOB_COMPLETION_INDEX")
     if index is not None:
+        kind, sources = "Kubernetes Job", used(environ, "JOB_COMPLETION_INDEX")
         # An operator may give its pods any names. A name identifies the head only if it ends in the index.
-        is_numbered = hostname.endswith(f"-{index}")
-        named = _head_of_pods(_full_name(hostname, read), index) if is_numbered else (None, None)
-        return _pods("Kubernetes Job", index, named, used(environ, "JOB_COMPLETION_INDEX"))
-    if not environ.get("KUBERNETES_SERVICE_HOST"):
-        return None
-    if operators := used(environ, "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"):
-        # Its PET_ variables are read as options.
-        return Cluster("Kubernetes operator", sources=operators, is_of_pods=True)
-    if environ.get("MASTER_ADDR"):
-        return None
-    # Any other pod belongs to a StatefulSet if its name ends in a number and it has a service's domain.
-    ordinal, name = re.search(r"-([0-9]{1,6})$", hostname), _full_name(hostname, read)
-    if not ordinal or "." not in name:
-        return None
-    index = int(ordinal[1])
-    return _pods("Kubernetes StatefulSet", index, _head_of_pods(name, index), ("the pod's name",))
-
-
-def _pods(kind: str, index: int, named: tuple[str | None, str | None], sources: tuple[str, ...]) -> Cluster:
-    head, run_id = named
+        name = _full_name(hostname, read) if hostname.endswith(f"-{index}") else ""
+    else:
+        if not environ.get("KUBERNETES_SERVICE_HOST"):
+            return None
+        if operators := used(environ, "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"):
+            # Its PET_ variables are read as options.
+            return Cluster("Kubernetes operator", sources=operators, is_of_pods=True)
+        # Any other pod belongs to a StatefulSet if its name ends in a number and it has a service's domain.
+        ordinal, name = re.search(r"-([0-9]{1,6})$", hostname), _full_name(hostname, read)
+        if environ.get("MASTER_ADDR") or not ordinal or "." not in name:
+            return None
+        kind, index, sources = "Kubernetes StatefulSet", int(ordinal[1]), ("the pod's name",)
+    head, run_id = _head_of_pods(name, index) if name else (None, None)
     return Cluster(kind, node_index=index, head=head, run_id=run_id, sources=sources, is_of_pods=True)
 
 

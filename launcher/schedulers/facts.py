@@ -161,9 +161,14 @@ def of_lines(text: str) -> list[str]:
     return list(dict.fromkeys(line.split()[0] for line in text.splitlines() if line.strip()))
 
 
-def index_of(hostname: str, hosts: list[str]) -> int | None:
-    """The index of `hostname` in `hosts`, compared without domains if need be. None if it is missing or not unique."""
+def index_of(hostname: str, hosts: list[str], source: str) -> int:
+    """The index of `hostname` in the hosts of `source`, compared without domains if need be.
+
+    Raises ValueError if it is missing or not unique.
+    """
     if hostname in hosts:
         return hosts.index(hostname)
     short, mine = [host.partition(".")[0] for host in hosts], hostname.partition(".")[0]
-    return short.index(mine) if short.count(mine) == 1 else None
+    if short.count(mine) != 1:
+        raise ValueError(f"this host, {hostname}, is not in {source}: {' '.join(hosts)}")
+    return short.index(mine)

@@ -253,7 +253,7 @@ class TestUsage:
             (["--no-such-flag", "train.py"], "No such option"),
             (["trian.py"], "trian.py does not exist"),
             (["--max-restarts", "-1", "train.py"], "--max-restarts -1 is out of range"),
-            (["--nnodes", "2:1", "train.py"], "nodes_min (2) is larger than nodes_max (1)"),
+            (["--nnodes", "2:1", "train.py"], "--nnodes 2:1 is neither a number of nodes nor a range"),
             (["--preload", "json", "--no-preload", "train.py"], "contradicts --no-preload"),
             (["--log-dir", "train.py", "train.py"], "--log-dir train.py is a file"),
             (["--no-python", "no-such-command"], "no-such-command is not an executable file"),

@@ -174,8 +174,8 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--nnodes", "2:3:4"], " is neither a number of nodes nor a range; use --nnodes N or --nnodes MIN:MAX"),
-        (["--nnodes", "4:2"], " is not a range: nodes_min (4) is larger than nodes_max (2); use --nnodes MIN:MAX with"),
+        (["--nnodes", "2:3:4"], " is neither a number of nodes nor a range; use N or MIN:MAX with 1 <= MIN <= MAX"),
+        (["--nnodes", "4:2"], " is neither a number of nodes nor a range; use N or MIN:MAX with 1 <= MIN <= MAX"),
         (["--rdzv-endpoint", "a:b"], " is not an endpoint; use HOST:PORT, [IPV6]:PORT or https://HOST:PORT, several"),
         (["--node-rank", "1"], " is out of range: the nodes' ranks are 0 to 0"),
         (["--nproc-per-node", "xpu"], " is neither a number nor a known resource; use gpu, cpu or auto, or give a"),
