@@ -7,15 +7,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elaunch.agent.config import (
-    AgentConfig,
-    LogFormat,
-    OnHang,
-    OutputPlan,
-    ProgramText,
-    StreamChoice,
-    Streams,
-)
+from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, ProgramText, StreamChoice, Streams
 from elaunch.agent.environment import DEFAULT_PRELOAD, RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.launcher.errors import UsageError, nearest
@@ -46,8 +38,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
 
     If there are several nodes and no `master_addr` was given, each node finds its own (`host.own_address`).
     """
-    if options.run_id is None:
-        raise ValueError("options.run_id is None: generate one first")
+    assert options.run_id is not None
     cluster = planned.cluster
     index = cluster.node_index if cluster else None
     slots, counted = count_workers(options.nproc_per_node, host, cluster)

@@ -27,12 +27,7 @@ from elaunch.launcher.host import detect, environ_at_start
 from elaunch.launcher.options.command_line import COMMANDS, ELAUNCH, ParseState
 from elaunch.launcher.options.options import Options, load_job_file
 from elaunch.launcher.pid1 import become_init
-from elaunch.launcher.preflight import (
-    check_options,
-    read_secret,
-    take_program_from_stdin,
-    temporary_folder_warning,
-)
+from elaunch.launcher.preflight import check_options, read_secret, take_program_from_stdin, temporary_folder_warning
 from elaunch.launcher.schedulers.defaults import cluster_of, facts_of_job, settle
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.schedulers.other_tasks import hold_other_tasks, wait_for_agent

@@ -44,16 +44,15 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
     if not options.target:
         raise UsageError(f"the name of the {kind.value} is empty (perhaps a shell variable is not set); give its name")
     try:
-        if kind is ProgramKind.SCRIPT:
-            check_script(options.target)
-        elif kind is ProgramKind.MODULE and Path(options.target).is_file():
-            raise UsageError(f"-m takes the name of a module, and {options.target} is a file; leave -m out")
-        elif kind is ProgramKind.COMMAND:
-            _check_no_job_file(options.target)
-            _check_command(options.target, "the command ")
         # Nothing is preloaded for a command or for another interpreter.
         if kind is ProgramKind.COMMAND:
+            _check_no_job_file(options.target)
+            _check_command(options.target, "the command ")
             return
+        if kind is ProgramKind.SCRIPT:
+            check_script(options.target)
+        elif Path(options.target).is_file():
+            raise UsageError(f"-m takes the name of a module, and {options.target} is a file; leave -m out")
         if interpreter:
             _check_command(interpreter, "PYTHON_EXEC=")
             return

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 from elaunch.agent.core.timeline import of_outcome
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, chain_start
 from elaunch.agent.linux import normal_path
-from elaunch.agent.workers.exits import read_error_file
+from elaunch.agent.workers.exits import read_error_file, signal_name
 from elaunch.rendezvous.format import plain
 from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind
 from elaunch.strict_json import parse_json
@@ -163,10 +162,7 @@ def _wrong_arguments(failure: Failure) -> str:
 def _exit_code(failure: Failure) -> str:
     if failure.code is None:
         return "<N/A>"
-    name = ""
-    if failure.code < 0:
-        with suppress(ValueError):
-            name = f"  ({signal.Signals(-failure.code).name})"
+    name = f"  ({signal_name(failure.code)})" if failure.code < 0 else ""
     pid = f" (pid: {failure.pid})" if failure.pid > 0 else ""
     return f"{failure.code}{pid}{name}"
 

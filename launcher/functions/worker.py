@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing import process, spawn
 from typing import IO, Any
 
@@ -140,13 +141,11 @@ def _dumps(value: object, *, can_import_main: bool = True) -> tuple[bytes, bool]
             )
     except Exception:
         # Imported here: it is optional.
-        try:
+        with suppress(ModuleNotFoundError):
             import cloudpickle
-        except ImportError:
-            cloudpickle = None
-        if cloudpickle is None:
-            raise
-        return cloudpickle.dumps(value), True
+
+            return cloudpickle.dumps(value), True
+        raise
     return data, False
 
 

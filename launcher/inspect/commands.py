@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -69,13 +70,8 @@ def job_command(name: str, options: Sequence[Option], about: str, work: Work, *,
 
 def _run(work: Work, is_order: bool, ctx: click.Context) -> int:
     """Find the job and do the work. Returns the exit code. Raises UsageError and SiteError."""
-    source = _find(ctx, is_order=is_order)
-    try:
+    with closing(_find(ctx, is_order=is_order)) as source:
         return work(ctx, source)
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        source.close()
 
 
 def _find(ctx: click.Context, *, is_order: bool) -> JobSource:

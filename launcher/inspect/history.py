@@ -14,16 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elaunch.launcher.inspect.node_log import (
-    NO_EVENT,
-    NodeLog,
-    PastEvent,
-    Visit,
-    Worker,
-    earliest,
-    known_or,
-    latest,
-)
+from elaunch.launcher.inspect.node_log import NO_EVENT, NodeLog, PastEvent, Visit, Worker, earliest, known_or, latest
 
 # A failure that is recorded later than this after it happened has another host's clock, or a wrong one.
 _LATE_S = 3600.0

@@ -108,7 +108,7 @@ def _links(files: Sequence[tuple[str, Path]], beside: Path) -> Links:
     return tuple(
         (name, quote(os.path.relpath(path, beside), errors="surrogateescape"))
         for name, path in files
-        if has_content(path)
+        if _is_file(path) and not path.is_symlink() and path.stat().st_size > 0
     )
 
 
@@ -237,11 +237,6 @@ def metrics_file(started: PastEvent) -> Path | None:
     out = re.search(r"--out[= ]('[^']+'|\S+)", started.text("command"))
     path = Path(started.text("cwd") or ".", out[1].strip("'"), "metrics.jsonl") if out else None
     return path if path and _is_file(path) else None
-
-
-def has_content(path: Path) -> bool:
-    """Whether it is a regular file, not a symlink, and not empty."""
-    return _is_file(path) and not path.is_symlink() and path.stat().st_size > 0
 
 
 def _runs(folder: Path) -> list[Path]:

@@ -27,7 +27,7 @@ PORT_MAX = 65535
 NODES_MAX = 1_000_000
 # Thirty years. All clocks and timers can count this far.
 SECONDS_MAX = 1e9
-# The words of YAML 1.1, of torchrun's variables and of its --rdzv-conf.
+# The words of YAML 1.1, and of torchrun in its --rdzv-conf.
 _ON, _OFF = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off", "")
 _NOT_HANDLED = ("SIGKILL", "SIGSTOP")
 _USUAL = "the usual ones are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2"

@@ -19,6 +19,7 @@ from pathlib import Path
 import click
 
 from elaunch.launcher.errors import UsageError
+from elaunch.launcher.inspect.text import aligned
 from elaunch.launcher.options.command_line import own
 from elaunch.launcher.options.options import JobCommand, Options, argv_of, options_of
 from elaunch.launcher.options.table import TABLE
@@ -138,8 +139,7 @@ def _rehearse(run: Callable[[Fault], Run]) -> int:
         count = compare.repeated(its.records) if right else max(0, len(its.lines) - len(alone.lines))
         lost_s = max(0, its.seconds - min(alone.seconds, again.seconds))
         table.append((fault.text, result, f"{count} {'steps' if right else 'lines'}", f"{lost_s:.1f} s"))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
+    print("\n".join(aligned(table)))
     compared = (
         f"{len(lines)} of {len(alone.lines)} lines of output, alike in two fault-free runs. No Keeper was entered"
     )

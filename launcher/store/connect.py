@@ -29,14 +29,7 @@ from elaunch.launcher.options.values import switch
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, locator_of
 from elaunch.launcher.store.serve import StoreProcess, decide_head, how_to_join, serve_if_head
 from elaunch.launcher.store.token import FOLDER, TOKEN_LINE, StoredTokens, derived_token
-from elaunch.rendezvous.endpoint import (
-    Access,
-    Endpoint,
-    Transport,
-    is_address,
-    is_loopback,
-    is_unspecified,
-)
+from elaunch.rendezvous.endpoint import Access, Endpoint, Transport, is_address, is_loopback, is_unspecified
 from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.etcd.store import EtcdStore
