@@ -56,7 +56,7 @@ def test_the_script_ends_as_the_job_and_queues_itself_again_after_a_notice(tmp_p
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--nodes", "3:2", "t.py"], "--nodes 3:2 is not a range"),
+        (["--nodes", "3:2", "t.py"], "--nodes 3:2 is neither a number of nodes nor a range"),
         (["--gpus", "many", "t.py"], "--gpus many is not a whole number"),
         (["--name", "a\n#SBATCH --uid=0", "t.py"], "one line"),
         (["--nodes", "2", "--nnodes", "4", "t.py"], "--nnodes 4 is more than .*--nodes 2"),
