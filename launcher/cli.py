@@ -49,7 +49,8 @@ _NOT_PRINTERS = ("run", "store")
 def main() -> NoReturn:
     """The entry point.
 
-    Exit codes: 0, 1 the job failed, 2 usage, 3 the store or an address is unavailable, 128 + n ended by signal n.
+    Exit codes: 0, 1 the job failed, 2 usage, 3 the store or an address is unavailable, 128 + n ended by signal n; for a
+    failed job also one of --no-restart-codes.
     """
     as_command(_main)
 

@@ -45,6 +45,7 @@ _Secret = Annotated[str, keep_line(64)]
 _Count = Annotated[int, Between(0)]
 _Port = Annotated[int, Between(0, 65535)]
 _Signal = Annotated[int, Between(0, 64)]
+_ExitCode = Annotated[int, Between(1, 255)]
 _Number = Annotated[int, Between(0, GENERATION_MAX - 1)]
 # To the end of the year 9999, the last year of Python's datetime.
 _Time = Annotated[float, Between(0, 253_402_300_799)]
@@ -70,7 +71,8 @@ class Terms(Bounded):
     `max_restarts` 0 is a plain launch. The budget belongs to the job, not to a node: `max_restarts` over the job's
     whole life or, with `restart_window_s`, within any window of that length (Erlang/OTP's intensity and period).
     `command` is for people; two commands are the same if their `digest` is equal. A node is excluded after
-    `exclude_after` failures in a row that are alike; 0 means never.
+    `exclude_after` failures in a row that are alike; 0 means never. A worker's exit code in `no_restart_codes` ends the
+    job.
     """
 
     nodes_min: Annotated[int, Between(1, GENERATION_MAX)] = 1
@@ -81,6 +83,7 @@ class Terms(Bounded):
     command: Annotated[str, keep_line(300)] = ""
     digest: str = ""
     exclude_after: _Count = 0
+    no_restart_codes: tuple[_ExitCode, ...] = ()
 
 
 def job_name(run_id: str) -> str:
@@ -144,6 +147,7 @@ class JobSpec:
     max_restarts: int = 3
     restart_window_s: float | None = None
     exclude_after: int = 0
+    no_restart_codes: tuple[int, ...] = ()
 
     @property
     def terms(self) -> Terms:
@@ -155,8 +159,8 @@ class JobSpec:
         command = shlex.join([*module, program.target, *program.args])
         # A lone surrogate (a byte of another encoding in argv) cannot be encoded in UTF-8.
         shown = command.encode(errors="backslashreplace").decode()
-        budget = self.max_restarts, self.restart_window_s
-        return Terms(self.nodes_min, self.nodes_max, *budget, shown, digest, self.exclude_after)
+        budget, rules = (self.max_restarts, self.restart_window_s), (self.exclude_after, self.no_restart_codes)
+        return Terms(self.nodes_min, self.nodes_max, *budget, shown, digest, *rules)
 
 
 @dataclass(frozen=True)
@@ -431,7 +435,7 @@ class Outcome(Bounded):
     """The end of the job, written once and equal for all agents; or the end of one agent's part in the job.
 
     `failure` ended the job, if one did. `first` is the job's first failure, if that is another one, and not alike.
-    `signum` is set for INTERRUPTED only.
+    `signum` is set for INTERRUPTED only. `code` is the exit code of a FAILED job: 1, or one of `no_restart_codes`.
     """
 
     kind: OutcomeKind
@@ -442,9 +446,10 @@ class Outcome(Bounded):
     failure: Failure | None = None
     signum: _Signal = 0
     first: Failure | None = None
+    code: _ExitCode = 1
 
     @property
     def exit_code(self) -> int:
-        """0, 1 for a failed job, 2 for a wrong request, 3 for an unavailable site, 128 + n after signal n."""
-        signalled = 128 + self.signum
-        return {"succeeded": 0, "failed": 1, "interrupted": signalled, "refused": 2, "unknown": 3}[self.kind.value]
+        """0, `code` of a failed job, 2 for a wrong request, 3 for an unavailable site, 128 + n after signal n."""
+        codes = {"succeeded": 0, "failed": self.code, "interrupted": 128 + self.signum, "refused": 2, "unknown": 3}
+        return codes[self.kind.value]

@@ -313,6 +313,7 @@ def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:
         ("--max-restarts", theirs.max_restarts, ours.max_restarts),
         ("--restart-window", theirs.restart_window_s, ours.restart_window_s),
         ("--exclude-after", theirs.exclude_after, ours.exclude_after),
+        ("--no-restart-codes", *(",".join(map(str, terms.no_restart_codes)) or "none" for terms in (theirs, ours))),
     ]
     differences = [f"{name} {there} there, {here} here" for name, there, here in shown if there != here]
     if theirs.digest != ours.digest:

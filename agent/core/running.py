@@ -270,7 +270,8 @@ def _awaits_exit(running: Running, rest: Running, failure: Failure, now_s: float
 def _fail(agent: Agent, running: Running, failure: Failure, now_s: float) -> Step:
     """Open the next generation together with the failure that is its cause, then stop the workers that still run."""
     live = running.live
-    if failure.kind is FailureKind.STARTUP and running.is_first and running.table.progressed:
+    is_newcomer = running.is_first and running.table.progressed
+    if failure.kind is FailureKind.STARTUP and is_newcomer and failure.code not in agent.spec.no_restart_codes:
         return _withdraw_newcomer(agent, running, failure, now_s)
     failures = _in_order(running, failure)
     failure = decisive_failure((*failures, *running.ends))

@@ -83,6 +83,10 @@ class Options:
         Group.RESTARTS, "SECONDS", "count only the restarts of the last SECONDS",
         values.positive_seconds, default_text="all",
     )
+    no_restart_codes: tuple[int, ...] = _option(
+        Group.RESTARTS, "CODES", "workers' exit codes that end the job, with that code",
+        values.exit_codes, default=(), default_text="none",
+    )
     exclude_after: int = _option(
         Group.RESTARTS, "N", "exclude a node after N similar failures in a row; 0: off", values.whole,
         default=3, default_text="3",

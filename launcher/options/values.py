@@ -239,6 +239,14 @@ def ranks(raw: Raw) -> frozenset[int] | None:
     return frozenset(int(item) for item in items) or None
 
 
+def exit_codes(raw: Raw) -> tuple[int, ...]:
+    """Comma-separated exit codes, sorted, since nodes compare them."""
+    items = names(raw)
+    if not all(re.fullmatch("[0-9]{1,3}", item) and 1 <= int(item) <= 255 for item in items):
+        raise ValueError("is not a list of exit codes; use numbers from 1 to 255, as in 93,94")
+    return tuple(sorted({int(item) for item in items}))
+
+
 def key_values(raw: Raw) -> Mapping[str, str]:
     """`k=v,k=v`, split at the first `=`.
 

@@ -45,7 +45,8 @@ class PodJob:
 
     `instance` distinguishes this submission from an earlier one of the same `name`, whose pods may still run. It is the
     pods' label, and the name of the objects beside the Job. `etcd` holds endpoints. If it is empty, the first of
-    several pods serves the store, and its clients need the token in the Secret `token_secret`.
+    several pods serves the store, and its clients need the token in the Secret `token_secret`. A pod that exits with
+    one of `final_codes` ends the Job.
     """
 
     name: str
@@ -53,6 +54,7 @@ class PodJob:
     command: tuple[str, ...]
     etcd: str
     token_secret: str
+    final_codes: list[int]
     given: Mapping[str, Any]
 
 
@@ -94,7 +96,8 @@ def job_of(ctx: click.Context, suffix: str = "") -> PodJob:
     etcd = _etcd(given["etcd"] or (), given["etcd_secret"])
     has_token = given["nodes"][1] > 1 and not etcd
     token_secret = (given["token_secret"] or f"{instance}-token") if has_token else ""
-    return PodJob(name, instance, tuple(command), etcd, token_secret, given)
+    final_codes = sorted({1, 2, 130, *options.no_restart_codes})
+    return PodJob(name, instance, tuple(command), etcd, token_secret, final_codes, given)
 
 
 def _checked_job(ctx: click.Context, nodes: tuple[int, int], variables: Mapping[str, str]) -> Options:

@@ -199,7 +199,8 @@ class _Forming:
                 world_size=before.world_size,
             )
             if isinstance(decision, GiveUp):
-                return self._failed(before, decision.reason, decisive_failure(failures))
+                last = decisive_failure(failures, terms.no_restart_codes)
+                return self._failed(before, decision.reason, last, decision.code)
             if is_counted:
                 reason = decision.reason + _cause_suffix(self.generation, decisive_failure(failures))
         if terms.max_restarts == 0:
@@ -221,15 +222,13 @@ class _Forming:
         )
         return draft, blame.fresh
 
-    def _failed(self, before: RankTable, reason: str, failure: Failure | None) -> Outcome:
+    def _failed(self, before: RankTable, reason: str, failure: Failure | None, code: int = 1) -> Outcome:
         first = first_failure(self.snapshot.failures)
         # A lost node ends the job without a failure record. Its peers record that they lost it, which is no cause.
         if first and (alike(first, failure) if failure else first.kind is FailureKind.PEER_LOST):
             first = None
-        max_restarts = self.terms.max_restarts
-        return Outcome(
-            OutcomeKind.FAILED, reason, before.generation, before.restarts, max_restarts, failure, first=first
-        )
+        restarts = before.restarts, self.terms.max_restarts
+        return Outcome(OutcomeKind.FAILED, reason, before.generation, *restarts, failure, first=first, code=code)
 
     def seal_or_wait(self, formation: Formation, draft: RankTable, fresh: Exclusion | None) -> Formed:
         """Rules 2, 5, 6, 7 and 10: wait for nodes, or seal the table."""

@@ -62,17 +62,23 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Another generation is not worth starting. `reason` ends a sentence that begins with the failure."""
+    """Another generation is not worth starting. `reason` ends a sentence that begins with the failure.
+
+    `code` is the exit code of the job.
+    """
 
     reason: str
+    code: int = 1
 
 
-def decisive_failure(failures: Sequence[Failure]) -> Failure:
+def decisive_failure(failures: Sequence[Failure], no_restart_codes: Collection[int] = ()) -> Failure:
     """The failure by which a generation is judged: the first in the record that no peer's exit explains.
 
+    One with an exit code in `no_restart_codes` takes precedence: by that code the program refuses a restart.
     If all others only lost a peer, a rank that ended with exit code 0 before them is the peer that they lost.
     """
-    if primary := next((f for f in failures if not f.kind.is_secondary), None):
+    causes = [f for f in failures if not f.kind.is_secondary]
+    if primary := next((f for f in causes if f.code in no_restart_codes), causes[0] if causes else None):
         if primary.code == _KILLED and _TRACEBACK not in primary.tail:
             # A rank that raises may kill its peers, and itself last.
             primary = next((f for f in failures if f.code == _KILLED and _TRACEBACK in f.tail), primary)
@@ -182,8 +188,10 @@ def judge(
     `is_elsewhere`: the next try is without the node that failed, or one of the next tries will be. `world_size` is that
     of the generation.
     """
-    failure = decisive_failure(failures[generation])
+    failure = decisive_failure(failures[generation], terms.no_restart_codes)
     before = failures.get(generation - 1)
+    if failure.code in terms.no_restart_codes and not failure.kind.is_secondary:
+        return GiveUp(f"exit code {failure.code} is in --no-restart-codes, so the job ends with it", failure.code)
     if failure.kind is FailureKind.DEBUGGER:
         return GiveUp(
             "its debugger was quit, or its stdin was at EOF, and another try would only stop there again;"

@@ -51,6 +51,15 @@ while True:
 """
 
 
+# Rank 1 exits with the code in its argument in the first generation, while rank 0 waits; the second succeeds.
+ONE_EXITS = """
+import os, signal, sys
+
+if os.environ["ELAUNCH_GENERATION"] == "0":
+    sys.exit(int(sys.argv[1])) if os.environ["RANK"] == "1" else signal.pause()
+"""
+
+
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A job of three ranks whose rank 1 fails twice, by different errors. Its logs and its error file are kept."""
@@ -270,6 +279,31 @@ class TestUsage:
         assert job.stdout == ""
         assert re.fullmatch(r"elaunch: .*\n", job.stderr)
         assert sentence in job.stderr
+
+
+@BOTH
+def test_a_worker_that_exits_with_one_of_no_restart_codes_ends_the_job_with_that_code(
+    start: tuple[str, ...], tmp_path: Path
+) -> None:
+    script(tmp_path, ONE_EXITS)
+
+    job = finished(tmp_path, *start, "--nproc-per-node", "2", "--no-restart-codes", "92,93", "train.py", "93")
+
+    assert job.code == 93, job.output
+    (line,) = re.findall("^Why it stopped: .*$", job.stderr, re.MULTILINE)
+    assert line == (
+        "Why it stopped: exit code 93 is in --no-restart-codes, so the job ends with it; 0 of 3 restarts used."
+    )
+    assert "rank 1 (local rank 1" in _report(job).splitlines()[2]
+
+
+def test_any_other_exit_code_is_worth_a_restart_beside_no_restart_codes(tmp_path: Path) -> None:
+    script(tmp_path, ONE_EXITS)
+
+    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--no-restart-codes", "93", "train.py", "94")
+
+    assert job.code == 0, job.output
+    assert "succeeded, 1 of 3 restarts used" in job.stderr
 
 
 def _report(job: Job) -> str:

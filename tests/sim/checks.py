@@ -229,6 +229,7 @@ class Checks:
         self._require_stopped(g)
         self._seat_roles(table)
         if before:
+            self._require(not self._final(before.generation), "code", f"table {g} after {before}")
             kept = [n for n in (s.node_id for s in before.seats) if n in self.members or self._left.get(n, 0) > view]
             stays = [n for n in kept if n in nodes or not is_excluded(n, table.excluded)]
             self._require(nodes[: len(stays)] == stays[: len(nodes)], "order", f"{nodes} after {stays}")
@@ -334,12 +335,22 @@ class Checks:
         assert self.generation
         self._require(table.generation < self.generation.number, "ended", f"{outcome} while {table} runs")
         self._require_stopped(self.generation.number)
+        if outcome.code != 1 or self._final(table.generation):
+            ended_by = [worker.code for worker in world.real_failures.get(table.generation, [])]
+            self._require(outcome.code in run.terms.no_restart_codes, "code", f"{outcome} for {run.terms}")
+            self._require(outcome.code in ended_by, "code", f"{outcome}, but workers ended with {ended_by}")
+            return
         if run.terms.max_restarts == 0 or "made no progress" in outcome.reason:
             return
         real = world.real_failures.get(table.generation)
         self._require(real, "charged", f"{outcome}, but no worker of generation {table.generation} failed")
         if "budget" in outcome.reason and run.terms.restart_window_s is None:
             self._require(len(run.counted_s) == run.terms.max_restarts, "budget", f"{outcome}, {run.counted_s}")
+
+    def _final(self, generation: int) -> list[Failure]:
+        """The recorded failures after which the program wants no restart."""
+        codes = self.run.terms.no_restart_codes
+        return [f for f in self.failures.get(generation, {}).values() if f.code in codes and not f.kind.is_secondary]
 
     def _by_leader(self, what: object) -> None:
         assert self.writer

@@ -134,6 +134,7 @@ class World:
             plan.max_restarts,
             plan.restart_window_s,
             plan.exclude_after,
+            plan.no_restart_codes,
         )
         return replace(spec, program=replace(program, args=("--other",))) if wrong else spec
 

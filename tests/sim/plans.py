@@ -149,6 +149,7 @@ class Plan:
     again: bool = False
     listens: bool = False
     exclude_after: int = 0
+    no_restart_codes: tuple[int, ...] = ()
     watches: bool = False
     faults: tuple[Fault, ...] = ()
     times: Times = TIMES
@@ -220,6 +221,7 @@ def draw(seed: int) -> Plan:
     roles = random.Random(f"roles {seed}")
     names = roles.choice([("default",)] * 5 + [("ps", "trainer", "trainer"), ("ps=1,trainer=1", "trainer")])
     exclude_after, is_sick = apart.choice([0, 1, 2, 3, 3]), apart.random() < 0.15
+    codes = random.Random(f"codes {seed}").choice([(), (), (3,)])
     orders = random.Random(f"orders {seed}")
     restarts = [Fault(orders.uniform(1, 15), Strike.RESTART, orders.randrange(nodes)) for _ in range(2)]
     is_ordered = orders.random() < 0.2
@@ -230,6 +232,7 @@ def draw(seed: int) -> Plan:
         watches=watches,
         times=times,
         exclude_after=exclude_after,
+        no_restart_codes=codes,
         faults=(*plan.faults, *hangs, *refusals, *(sick if is_sick else []), *(restarts if is_ordered else [])),
     )
 

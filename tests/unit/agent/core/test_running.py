@@ -13,7 +13,7 @@ from elaunch.agent.core.state import Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.rules.snapshot import encode_table, seats_of
 from elaunch.rendezvous.store import Put
-from elaunch.rendezvous.types import FailureKind, OpenKind, OutcomeKind, RankTable
+from elaunch.rendezvous.types import FailureKind, JobSpec, OpenKind, OutcomeKind, RankTable
 from tests.unit.agent.driver import (
     ALL,
     FAILURE_GRACE_S,
@@ -268,9 +268,9 @@ def test_a_failure_of_its_own_that_another_node_reported_first_is_recorded_and_o
 # --- a newcomer to a job that is well
 
 
-def newcomer(*, progressed: bool = True) -> Driver:
+def newcomer(spec: JobSpec = SPEC, *, progressed: bool = True) -> Driver:
     """A node that comes to a job whose earlier generations did, or did not, get past their start."""
-    driver = Driver().begin()
+    driver = Driver(spec).begin()
     for _ in range(2):
         driver.answer()
         driver.sync()
@@ -310,6 +310,15 @@ def test_any_other_failure_of_a_newcomer_is_one_like_any_other(progressed: bool,
     driver.exits(1, 2, kind)
 
     assert [f.kind for f in driver.snapshot.failures[0]] == [kind]
+    assert driver.node_id in driver.snapshot.members
+
+
+def test_a_newcomers_start_up_failure_ends_the_job_if_no_restart_codes_has_its_exit_code() -> None:
+    driver = newcomer(replace(SPEC, no_restart_codes=(2,)))
+
+    driver.exits(1, 2, FailureKind.STARTUP)
+
+    assert [f.code for f in driver.snapshot.failures[0]] == [2]
     assert driver.node_id in driver.snapshot.members
 
 

@@ -317,6 +317,15 @@ def test_a_node_with_another_exclude_after_does_not_fit_the_job() -> None:
     assert _mismatch(agent, agent.spec.terms) is None
 
 
+def test_a_node_with_other_no_restart_codes_does_not_fit_the_job() -> None:
+    agent = Agent(A, replace(SPEC, no_restart_codes=(93, 94)), Times(), Snapshot(KEYS))
+
+    refused = _mismatch(agent, SPEC.terms)
+
+    assert refused
+    assert "--no-restart-codes none there, 93,94 here" in refused.reason
+
+
 # --- the table
 
 PHASES: tuple[type[Phase], ...] = get_args(Phase)

@@ -174,12 +174,22 @@ def test_a_submission_with_everything_is_valid() -> None:
     assert {"name": "NCCL_DEBUG", "value": "INFO"} in container["env"]
 
 
+def final_codes(job: Object) -> list[int]:
+    """The exit codes of a pod that end the Job."""
+    rules = job["podFailurePolicy"]["rules"]
+    (values,) = (rule["onExitCodes"]["values"] for rule in rules if rule["action"] == "FailJob")
+    return [*values]
+
+
 @pytest.mark.parametrize("folder", ["base", "jobset", "kubeflow"])
 def test_a_job_that_failed_or_was_stopped_is_not_started_again(folder: str) -> None:
     ((job, _),) = pods(rendered(folder))
 
-    (values,) = (
-        rule["onExitCodes"]["values"] for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"
-    )
+    assert final_codes(job) == [1, 2, 130]
 
-    assert values == [1, 2, 130]
+
+def test_a_job_with_no_restart_codes_is_not_started_again_after_one_of_them() -> None:
+    made = the("Job", submitted(*IMAGE, "--no-restart-codes", "93,2"))
+
+    kubernetes_validate.validate(made, VERSIONS[-1], strict=True)
+    assert final_codes(made["spec"]) == [1, 2, 93, 130]

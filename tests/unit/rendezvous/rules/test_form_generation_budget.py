@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.form_generation import counted_restarts
 from elaunch.rendezvous.rules.restart_policy import NO_PROGRESS_MAX
-from elaunch.rendezvous.types import FailureKind, Node, OutcomeKind, RankTable, Terms
+from elaunch.rendezvous.types import Failure, FailureKind, Node, OutcomeKind, RankTable, Terms
 from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, World, forming, running
 
 SIGNAL = FailureKind.SIGNAL
@@ -89,6 +90,21 @@ def test_a_spent_budget_ends_the_job_with_the_failure_that_spent_it() -> None:
     assert (ended.generation, ended.restarts, ended.max_restarts) == (1, 1, 1)
     assert ended.failure
     assert ended.failure.generation == 1
+
+
+def test_a_job_ends_with_the_exit_code_in_no_restart_codes_and_the_failure_that_has_it() -> None:
+    world = running(A, B, terms=replace(TERMS, no_restart_codes=(93,)))
+    world.fail(SIGNAL)
+    final = Failure(FailureKind.EXIT_CODE, 0, B.node_id, B.host, 1, 0, 1, 93, "exited with code 93", progressed=True)
+    world.commit(transactions.fail(world.snapshot, B, final))
+    world.join(A, B)
+
+    world.seal()
+
+    ended = world.snapshot.ended
+    assert ended
+    assert (ended.kind, ended.exit_code, ended.restarts) == (OutcomeKind.FAILED, 93, 0)
+    assert ended.failure == final
 
 
 def test_no_failure_is_judged_before_all_survivors_have_recorded_theirs() -> None:

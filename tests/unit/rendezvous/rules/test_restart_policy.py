@@ -105,6 +105,18 @@ def test_a_failure_is_worth_a_restart_while_the_budget_lasts() -> None:
     assert windowed == GiveUp("the budget of 3 restarts within 60 s is spent")
 
 
+def test_an_exit_code_in_no_restart_codes_ends_the_job_with_that_code_on_whichever_rank() -> None:
+    terms = replace(TERMS, no_restart_codes=(93, 94))
+    final = replace(RAISED, kind=FailureKind.EXIT_CODE, code=94, exception="", frame="", progressed=True, rank=2)
+    gave_up = GiveUp("exit code 94 is in --no-restart-codes, so the job ends with it", 94)
+
+    assert decide({1: [final]}, terms=terms) == gave_up
+    assert decide({1: [KILLED, PEER, final]}, terms=replace(terms, max_restarts=0), spent=None) == gave_up
+    assert decide({1: [replace(final, kind=FailureKind.STARTUP)]}, terms=terms) == gave_up
+    assert isinstance(decide({1: [final]}), Restart)
+    assert isinstance(decide({1: [replace(PEER, code=94)]}, terms=terms), Restart)
+
+
 def test_what_the_budget_is_not_charged_for_is_worth_another_try_when_it_is_spent() -> None:
     assert isinstance(decide({1: [KILLED]}, spent=None), Restart)
     assert isinstance(decide({1: [KILLED]}, spent=None, no_progress=NO_PROGRESS_MAX), Restart)
