@@ -78,12 +78,3 @@ def test_a_store_is_timed_and_refuses_a_wrong_token(tmp_path: Path) -> None:
     assert wrong[0] == 1
     assert "not that of the store" in worst(wrong[1]["store"])
     assert TOKEN not in json.dumps([right, wrong])
-
-
-def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    no_place, typo = doctor(tmp_path, "--nnodes", "2"), doctor(tmp_path, "--nnode=2", "--stor", "x")
-
-    assert no_place.returncode == typo.returncode == 2
-    assert no_place.stderr.startswith("elaunch: --nnodes 2 needs the address of a store")
-    assert "doctor" not in no_place.stderr
-    assert "Traceback" not in no_place.stderr + typo.stderr

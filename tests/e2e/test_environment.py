@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.harness import LIGHT, RUN_LIMIT_S, Job, environment, finished, free_ports, records, script, slow
+from tests.harness import LIGHT, RUN_LIMIT_S, Job, environment, finished, records, script, slow
 
 SAY_ENVIRONMENT = """
 import json, os, sys
@@ -27,12 +27,6 @@ import json, os, sys
 from pathlib import Path
 
 Path(os.environ["RANK"]).write_text(json.dumps({"argv": sys.argv, **os.environ}))
-"""
-NESTED = """
-import os, subprocess, sys
-
-if os.environ["RANK"] == "0":
-    sys.exit(subprocess.call([sys.executable, "-m", "elaunch", "--preload", "json", "inner.py"]))
 """
 TWO_WORKERS = ("--nproc-per-node", "2", "--max-restarts", "2", "train.py", "--lr", "3")
 
@@ -108,21 +102,6 @@ def test_the_users_port_in_use_is_a_usage_error(tmp_path: Path) -> None:
     assert job.code == 2, job.output
     assert f"port {port} is in use on 127.0.0.1" in job.stderr
     assert records(job, "found") == []
-
-
-def test_a_job_that_a_worker_starts_is_a_job_of_its_own(tmp_path: Path) -> None:
-    script(tmp_path, NESTED)
-    script(tmp_path, SAY_ENVIRONMENT, "inner.py")
-    of_two_nodes = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "no[1-2]"}
-    env = {"PET_NPROC_PER_NODE": "2", "PET_MASTER_PORT": str(free_ports(1)[0]), "PET_SCHEDULER": "none"}
-
-    job = finished(tmp_path, *LIGHT, "train.py", env={**env, **of_two_nodes, "SLURM_STEP_ID": "0"})
-
-    assert job.code == 0, job.output
-    (inner,) = records(job, "found")
-    assert inner["WORLD_SIZE"] == "1"
-    assert not [name for name in inner if name.startswith("PET_")]
-    assert inner["SLURM_JOB_ID"] == "7"
 
 
 def _kept(folder: Path) -> dict[str, dict[str, Any]]:

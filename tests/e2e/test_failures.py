@@ -266,6 +266,11 @@ class TestUsage:
             (["--preload", "json", "--no-preload", "train.py"], "contradicts --no-preload"),
             (["--log-dir", "train.py", "train.py"], "--log-dir train.py is a file"),
             (["--no-python", "no-such-command"], "no-such-command is not an executable file"),
+            (["/dev/stdin"], "is not a regular file, so a restart could not read it again"),
+            (
+                ["--log-dir", "/proc/nope", "train.py"],
+                "--log-dir /proc/nope: no folder can be made in it (No such file or directory); choose another:",
+            ),
         ],
     )
     def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(

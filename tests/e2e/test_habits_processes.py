@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.e2e.fidelity.turns import Turns, taken
-from tests.e2e.habits import Run, fresh, worker
-from tests.harness import FRESH, LIGHT, script, slow, wait_for
+from tests.e2e.habits import fresh, worker
+from tests.harness import FRESH, LIGHT, script, slow
 
 ADDRESS = re.compile(rb"(?<=0x)[0-9a-f]+|(?<=pid=)\d+")
 
@@ -106,78 +104,6 @@ def test_a_python_below_a_worker_sees_no_trace_of_us(tmp_path: Path, pythonpath:
                 assert mine[name] == theirs[name], (how, place, name)
 
 
-# Rank 0 leaves living children, rank 1 a daemon.
-LEAVES = """
-import os, signal, subprocess, sys, time
-def daemonise(work):
-    pid = os.fork()
-    if pid:
-        os.waitpid(pid, 0)
-        return
-    os.setsid()
-    if os.fork():
-        os._exit(0)
-    os.umask(0); os.chdir("/")
-    os.closerange(0, 256)
-    for _ in range(3): os.open(os.devnull, os.O_RDWR)
-    work()
-    os._exit(0)
-def report(name):
-    with open(f"{HERE}/part {name}", "w") as file: file.write(str(os.getpid()))
-    os.rename(f"{HERE}/part {name}", f"{HERE}/{name}")
-def work():
-    report("beside")
-    signal.pause()
-HERE = os.getcwd()
-if os.environ["RANK"] == "0":
-    a = subprocess.Popen(["sleep", "600"], close_fds=False)
-    b = os.fork()
-    if not b:
-        signal.pause()
-    print(a.pid, b)
-else:
-    daemonise(work)
-    while not os.path.exists("beside"): time.sleep(0.005)
-    print("the daemon is up")
-"""
-
-
-@dataclass(frozen=True)
-class Left:
-    """The output of a job of two ranks, each of which succeeded and left something."""
-
-    run: Run
-    folder: Path
-
-    def lines(self, rank: int) -> list[str]:
-        return re.findall(rf"^\[{rank}\] (.*)$", self.run.out.decode(), re.MULTILINE)
-
-
-@pytest.fixture(scope="module", params=[LIGHT, slow(FRESH)], ids=["forked", "no-preload"])
-def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Left:
-    folder = tmp_path_factory.mktemp("left")
-    script(folder, LEAVES)
-
-    # What is left would hold the job for longer than a run may take.
-    run = worker(folder, "train.py", how=(*request.param, "--children-grace", "0.5", "--nproc-per-node", "2"))
-
-    assert run.code == 0, str(run)
-    return Left(run, folder)
-
-
-def test_a_grandchild_that_is_alive_at_the_workers_end_neither_holds_the_job_nor_outlives_it(left: Left) -> None:
-    (line,) = left.lines(0)
-
-    wait_for(lambda: not any(_alive(int(pid)) for pid in line.split()), "the children's end")
-
-
-def test_a_daemon_with_no_descriptor_of_its_parents_works_beside_it_and_ends_with_the_job(left: Left) -> None:
-    assert left.lines(1) == ["the daemon is up"], str(left.run)
-
-    pid = int((left.folder / "beside").read_text())
-    wait_for(lambda: not _alive(pid), "the daemon's end")
-
-
 TURNS = {
     **{name: f"import atexit, os, sys, threading\nme = os.getpid()\n{text}" for name, text in FORKS.items()},
     **{name: f"import os, sys\n{text}" for name, text in EXECS.items()},
@@ -206,10 +132,3 @@ def assert_same(turns: Turns, name: str) -> None:
     assert (ours.code, ours.out) == (theirs.code, theirs.out)
     assert ADDRESS.sub(b"", ours.err).decode() == ADDRESS.sub(b"", theirs.err).decode()
     assert "fresh interpreter" not in turns.logged
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

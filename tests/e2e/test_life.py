@@ -1,21 +1,17 @@
-"""A job from its start to its end: all-reduce, restart, plain launch, and each way in which a worker fails."""
+"""A job from its start to its end: all-reduce, and restart."""
 
 from __future__ import annotations
 
 import re
-import secrets
 from pathlib import Path
 
 import pytest
 
-from tests.harness import LIGHT, Job, finished, free_ports, records, script, slow, wait_for, with_environment
+from tests.harness import LIGHT, Job, finished, free_ports, records, script, slow
 from tests.standin import WITH_TORCH
 from tests.warm import SharedStart
 
 pytestmark = pytest.mark.usefixtures("without_torch")
-
-# In the environment of the plain launch's processes alone.
-PLAIN = secrets.token_hex(8)
 
 ALL_REDUCE = """
 import json, os, signal, sys
@@ -46,15 +42,6 @@ if "kill" not in sys.argv:
     dist.all_reduce(total)
     print("own", json.dumps({"rank": dist.get_rank(), "total": int(total)}))
     dist.destroy_process_group()
-"""
-
-ONE_FAILS = """
-import os, signal, sys
-
-if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-    sys.exit(3)
-while True:
-    signal.pause()
 """
 
 
@@ -98,16 +85,6 @@ def restarted(failing_world: int, tmp_path_factory: pytest.TempPathFactory, torc
     # The job in which nothing fails has the default preload.
     options = ("--nproc-per-node", str(failing_world), "--max-restarts", "1")
     return finished(folder, *torch_start.options, *options, "train.py", "kill", env=torch_start.env)
-
-
-@pytest.fixture(scope="module")
-def plain(failing_world: int, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A plain launch whose last worker exits with 3, while the others would wait for ever."""
-    folder = tmp_path_factory.mktemp("plain")
-    script(folder, ONE_FAILS)
-
-    options = ("--nproc-per-node", str(failing_world), "--max-restarts", "0")
-    return finished(folder, *LIGHT, *options, "train.py", env={"PLAIN_JOB": PLAIN})
 
 
 class TestAllReduce:
@@ -171,62 +148,6 @@ class TestRestart:
         before, after = _by_generation(restarted).values()
 
         assert before[0]["MASTER_PORT"] != after[0]["MASTER_PORT"]
-
-    def test_workers_have_the_number_of_restarts(self, restarted: Job) -> None:
-        logged = records(restarted, "reduced")
-
-        assert all(worker["TORCHELASTIC_RESTART_COUNT"] == worker["ELAUNCH_GENERATION"] for worker in logged)
-
-
-class TestPlainLaunch:
-    def test_a_failure_ends_the_job_with_1(self, plain: Job) -> None:
-        assert plain.code == 1, plain.output
-
-    def test_there_is_one_generation(self, plain: Job) -> None:
-        assert "generation 0:" in plain.stderr
-        assert "generation 1" not in plain.stderr
-
-    def test_no_process_of_the_job_is_left(self, plain: Job) -> None:
-        # The guardian ends after its agent.
-        wait_for(lambda: not with_environment(PLAIN), "the end of all processes")
-
-
-# By generation: how rank 1 ends, and what is logged of it.
-DEATHS = {
-    "exception": ("raise OSError('no such shard')", "raised OSError: no such shard"),
-    "exit code": ("sys.exit(41)", "exited with code 41"),
-    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
-    "segfault": ("ctypes.string_at(0)", r"was killed by SIGSEGV \(crashed in \S+:7 in <module>\)"),
-}
-
-
-@pytest.fixture(scope="module")
-def deaths(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job whose rank 1 ends in a different way in each generation."""
-    folder = tmp_path_factory.mktemp("deaths")
-    cases = "".join(
-        f"    if os.environ['ELAUNCH_GENERATION'] == '{generation}': {dying}\n"
-        for generation, (dying, _) in enumerate(DEATHS.values())
-    )
-    script(
-        folder,
-        "import ctypes, os, signal, sys\n"
-        f"if os.environ['RANK'] == '1':\n    print('dying pid', os.getpid(), flush=True)\n{cases}signal.pause()\n",
-    )
-
-    return finished(folder, *LIGHT, "--nproc-per-node", "2", "--max-restarts", "3", "train.py")
-
-
-@pytest.mark.parametrize("name", DEATHS)
-def test_a_workers_exit_status_is_logged_as_a_sentence(deaths: Job, name: str) -> None:
-    generation = list(DEATHS).index(name)
-    _, words = DEATHS[name]
-
-    assert len(deaths.pids("dying")) == len(DEATHS), deaths.output
-    logged = (
-        rf"rank 1 \(local rank 1 on \S+, pid {deaths.pids('dying')[generation]}\) {words} in generation {generation}\b"
-    )
-    assert re.search(logged, deaths.stderr), deaths.stderr
 
 
 def _by_generation(job: Job) -> dict[str, list[dict[str, object]]]:

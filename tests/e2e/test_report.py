@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness import COMMAND, DEADLINE_S, REPOSITORY, RUN_LIMIT_S, Job, environment, finished, script, wait_for
+from tests.harness import COMMAND, REPOSITORY, RUN_LIMIT_S, environment, finished, script
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -22,26 +19,6 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=RUN_LIMIT_S
     )
-
-
-def test_a_job_whose_agent_was_killed_ended_so(tmp_path: Path) -> None:
-    script(tmp_path, "print('ready', flush=True)\nimport time\ntime.sleep(600)")
-    with Job(tmp_path, "--no-preload", "--run-id", "night", "--log-dir", "logs", "train.py") as job:
-        job.wait_for_output("ready")
-        (timeline,) = (tmp_path / "logs").glob("*_night_*/timeline.jsonl")
-        pid = json.loads(timeline.read_text().splitlines()[0])["pid"]
-
-        runs = json.loads(run(tmp_path, "report", "logs", "--json").stdout)
-        os.kill(pid, signal.SIGKILL)
-        job.process.wait(DEADLINE_S)
-        # The guardian's event is the last.
-        wait_for(lambda: "agent_died" in timeline.read_text(), "the guardian's event")
-        killed = json.loads(run(tmp_path, "report", "logs", "--json").stdout)
-
-    assert runs["state"] == "unknown"
-    assert runs["headline"].startswith("Job night has a log without an end, which stops ")
-    assert killed["state"] == "ended"
-    assert re.match(rf"Job night ended after .*, since elaunch itself \(pid {pid}\) died", killed["headline"])
 
 
 def test_the_end_of_a_job_has_the_command_for_the_page_and_it_works(tmp_path: Path) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.processes import SAY, Light, Watched
-from tests.harness import LIGHT, finished, script, slow, wait_for
+from tests.harness import script, slow, wait_for
 from tests.warm import SharedStart
 
 # Rank 0 waits for rank 1 in a collective that rank 1 never enters. None of their connections ends.
@@ -163,51 +162,3 @@ def test_a_worker_that_comes_to_no_end_of_its_step_is_killed_after_the_stop_grac
         assert job.wait() == 143
     assert "leave" in job.stdout
     assert "local rank 0 still ran after 1 s; SIGKILL" in job.stderr
-
-
-KEEPS = f"""{SAY}
-memory = os.environ["ELAUNCH_MEMORY"]
-print("memory", memory, flush=True)
-if GENERATION == 0:
-    open(f"{{memory}}/kept-{{RANK}}", "w").write("by generation 0")
-    os.kill(os.getpid(), signal.SIGKILL)
-print("found", sorted(name for name in os.listdir(memory) if not name.startswith(".")), flush=True)
-if os.path.exists("stay"): time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "logs"), [slow(LIGHT, ()), (("--no-preload",), ("--log-dir", "logs"))], ids=["forked", "no-preload-log-dir"]
-)
-def test_workers_find_what_those_before_them_kept_and_nothing_is_left_at_the_end(
-    tmp_path: Path, how: tuple[str, ...], logs: tuple[str, ...]
-) -> None:
-    script(tmp_path, KEEPS)
-
-    job = finished(tmp_path, *how, *logs, "train.py")
-
-    assert job.code == 0, job.output
-    (memory,) = {Path(path) for path in re.findall(r"memory (\S+)", job.stdout)}
-    assert "found ['kept-0']" in job.stdout
-    assert memory.parent == Path("/dev/shm")
-    assert not memory.exists()
-
-
-def test_the_memory_is_private_and_each_agents_own_and_goes_with_an_agent_that_is_killed(tmp_path: Path) -> None:
-    homes = [tmp_path / "one", tmp_path / "other"]
-    for home in homes:
-        home.mkdir()
-        (home / "stay").touch()
-        script(home, KEEPS)
-    with Light(homes[0], "train.py") as one, Light(homes[1], "train.py") as other:
-        folders = [Path(job.wait_for_output(r"^memory (\S+)")[1]) for job in (one, other)]
-        for job in (one, other):
-            job.wait_for_output("found")
-            assert job.memory_dirs()
-        assert len(set(folders)) == 2
-        assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o700, 0o700]
-
-        one.kill_agent()
-
-        one.assert_nothing_is_left()
-        assert [folder.exists() for folder in folders] == [False, True]

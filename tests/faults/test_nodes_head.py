@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import time
 from pathlib import Path
 
@@ -19,25 +18,6 @@ pytestmark = needs_nodes
 TOKEN = {"ELAUNCH_TOKEN": "the token of this test"}
 # The shortest store_timeout that the lease time allows.
 SHORT = ("--rdzv-conf", "store_timeout=7")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("own_name_is_loopback", [False, True])
-def test_a_new_user_types_one_line_here_and_the_line_that_it_prints_there(
-    tmp_path: Path, own_name_is_loopback: bool
-) -> None:
-    home = {"HOME": str(tmp_path)}
-    with LightCluster(tmp_path, 2, head=True, own_name_is_loopback=own_name_is_loopback) as cluster:
-        cluster.start(0, nnodes="2", env=home)
-        logged = cluster.agents[0].wait_for_output(r"^elaunch: on the other node type: elaunch (.*)$")
-
-        # As typed: stderr is no terminal here, so the line names the token's file, also for another home.
-        (tmp_path / "home1").mkdir()
-        cluster.type(1, *shlex.split(logged[1]), env={"HOME": str(tmp_path / "home1")})
-
-        meeting = cluster.meeting(2)
-        assert meeting.hosts == ["node0", "node1"]
-        cluster.end()
 
 
 def test_the_others_end_when_the_heads_agent_is_killed_and_name_it(tmp_path: Path) -> None:

@@ -178,20 +178,15 @@ def test_two_terminals_of_one_host_need_no_token(two: Two) -> None:
     assert_both_succeed(two, head, other)
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    """Two nodes whose head was killed after it had served a store, with a token in its user's home."""
-    with Two(tmp_path_factory.mktemp("killed")) as two:
-        head = two.type(0, *RECIPE, *two.program, user="home-of-both")
-        line_of(head)
-        assert len(servers(two.nodes[0])) == 1
-        assert two.files_at_home()
-        head.signal(signal.SIGKILL)
-        yield two
+def test_a_killed_heads_token_is_gone_with_it(two: Two) -> None:
+    head = two.type(0, *RECIPE, *two.program, user="home-of-both")
+    line_of(head)
+    assert len(servers(two.nodes[0])) == 1
+    assert two.files_at_home()
 
+    head.signal(signal.SIGKILL)
 
-def test_a_killed_heads_token_is_gone_with_it(killed: Two) -> None:
-    wait_for(lambda: not killed.files_at_home(), "the end of the token's file")
+    wait_for(lambda: not two.files_at_home(), "the end of the token's file")
 
 
 def test_static_lines_of_torchrun_give_ranks_by_node_and_the_master_as_it_was_given(two: Two) -> None:

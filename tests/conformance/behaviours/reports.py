@@ -105,10 +105,6 @@ BEHAVIOURS = (
                 Expected(says=("out of 0",), leaves={f"{_TREE}/0/stdout.log": "out of 0"}),
             ),
         ),
-        proofs=(
-            f"{_OPTIONS}::test_streams_mean_what_they_mean_to_torchrun",
-            f"{_OUTPUT}::test_the_maps_of_redirects_and_tee_know_ranks_of_two_digits",
-        ),
     ),
     Behaviour(
         number=43,
@@ -164,7 +160,6 @@ BEHAVIOURS = (
                 Expected(says=("out of 1",), never=("out of 0",), leaves={f"{_TREE}/0/stdout.log": "out of 0"}),
             ),
         ),
-        proofs=(f"{_OUTPUT}::test_filters_of_ranks_limit_the_console_and_not_the_files",),
     ),
     Behaviour(
         number=46,
@@ -178,7 +173,6 @@ BEHAVIOURS = (
                 ),
             ),
         ),
-        proofs=(f"{_OUTPUT}::test_duplicate_filters_copy_the_lines_with_a_word",),
     ),
     Behaviour(
         number=51,
@@ -193,10 +187,6 @@ BEHAVIOURS = (
             ),
             Trial(args="train.py", torchrun=Expected(says=("^rank 0: $",))),
             Trial(program=_READS, args="train.py", stdin="hello\n", torchrun=Expected(says=("^read hello$",))),
-        ),
-        proofs=(
-            f"{_OUTPUT}::test_its_lines_have_no_prefix_and_stdin_reaches_it",
-            f"{_OUTPUT}::test_several_workers_lines_have_their_rank_in_front",
         ),
     ),
 )

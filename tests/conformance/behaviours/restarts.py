@@ -161,7 +161,7 @@ BEHAVIOURS = (
         ),
         proofs=(
             f"{_LIFE}::test_all_ranks_come_back_as_new_processes_and_reduce_again",
-            f"{_LIFE}::test_a_failure_ends_the_job_with_1",
+            "tests/e2e/test_corpus.py::test_the_report_names_the_cause_and_the_next_step_and_nothing_else",
             f"{_NODES}::test_a_worker_killed_on_one_node_restarts_the_workers_of_all",
         ),
     ),
@@ -208,7 +208,7 @@ BEHAVIOURS = (
         fact="`TORCHELASTIC_RESTART_COUNT` counts the restarts, and `TORCHELASTIC_MAX_RESTARTS` stays",
         differs="the count is the same on all nodes; torchrun's is each agent's own",
         trials=(RESTARTS,),
-        proofs=(f"{_LIFE}::test_workers_have_the_number_of_restarts",),
+        proofs=("tests/unit/agent/test_environment.py::test_a_worker_gets_torchruns_variables_and_its_generation",),
     ),
     Behaviour(
         number=33,

@@ -38,10 +38,10 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 @contextmanager
-def served(endpoint: Endpoint, token: str = "") -> Iterator[StoreProcess]:
+def served(endpoint: Endpoint) -> Iterator[StoreProcess]:
     listener = listen(endpoint)
     assert listener
-    process = serve(listener, endpoint, token)
+    process = serve(listener, endpoint, "")
     try:
         yield process
     finally:
@@ -50,20 +50,6 @@ def served(endpoint: Endpoint, token: str = "") -> Iterator[StoreProcess]:
 
 def client(endpoint: Endpoint, token: str) -> FoundStore:
     return FoundStore(endpoint, token, Access(), CALL_S)
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StoreProcess, Endpoint]]:
-    """A store with a token from the shell, for tests that only read."""
-    endpoint = place()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        patch.setenv("ELAUNCH_TOKEN", TOKEN)
-        with served(endpoint, token=TOKEN) as process:
-            yield process, endpoint
-
-
-TOKEN = "the token of the job, from the variable"
 
 
 def test_the_token_that_was_made_opens_the_store_that_was_started() -> None:
@@ -76,16 +62,6 @@ def test_the_token_that_was_made_opens_the_store_that_was_started() -> None:
         assert store.commit(Txn((Absent("/a"),), (Put("/a", "1"),))).held
         assert store.read("/").entries["/a"].value == "1"
         store.close()
-
-
-def test_without_the_jobs_token_no_one_is_admitted(running: tuple[StoreProcess, Endpoint]) -> None:
-    _, endpoint = running
-
-    with pytest.raises(Denied, match="requires its token"):
-        client(endpoint, "").check()
-    with pytest.raises(Denied, match="is not that of the store"):
-        client(endpoint, "the token of another").check()
-    client(endpoint, TOKEN).check()
 
 
 # --- who is the head
