@@ -95,11 +95,14 @@ def _fork_server(config: AgentConfig, environment: Mapping[str, str]) -> ForkSer
 
 
 class AgentRun:
-    """An agent that has begun: its fork server imports. The launcher writes to `pump`, and reads `run_dir`."""
+    """An agent that has begun: its fork server imports. The launcher writes to `pump`, and reads `run_dir`.
+
+    A process with the environment `marked(environ)` ends with the agent.
+    """
 
     def __init__(self, services: Services, hook: EventHook | None, metrics: socket.socket | None) -> None:
         self._services, self._hook, self._metrics = services, hook, metrics
-        self.pump, self.run_dir = services.pump, services.run_dir
+        self.pump, self.run_dir, self.marked = services.pump, services.run_dir, services.guardian.environment
 
     def warn(self, line: str) -> None:
         """Log one line of elaunch's own at level warning."""

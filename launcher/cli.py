@@ -21,7 +21,7 @@ from elaunch.agent.config import AgentConfig, LogFormat
 from elaunch.agent.own_lines import OwnLines
 from elaunch.interrupts import end_at_ctrl_c, raise_at_ctrl_c
 from elaunch.launcher.agent_config import agent_config, with_network
-from elaunch.launcher.doctor.host import check_open_files, health_check
+from elaunch.launcher.doctor.host import check_open_files, health_check, site_check
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import detect, environ_at_start
 from elaunch.launcher.options.command_line import COMMANDS, ELAUNCH, ParseState
@@ -163,6 +163,8 @@ def _health(
     options: Options, environ: Mapping[str, str], config: AgentConfig, agent: AgentRun
 ) -> AbstractContextManager[None]:
     """This node's health checks, if they are enabled. Raises SiteError."""
+    if options.health_command:
+        site_check(options.health_command, agent.marked(environ))
     is_default = "health_check" not in options.given
     has_gpu = os.path.exists("/dev/nvidiactl")  # noqa: PTH110
     if options.health_check == "off" or (is_default and config.spec.nodes_max == 1 and not has_gpu):

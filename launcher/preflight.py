@@ -24,11 +24,12 @@ _TEMPORARY_MAX = 107 - 32
 
 
 def check_options(options: Options, environ: Mapping[str, str]) -> None:
-    """Raises UsageError if this host lacks the program, the command of --on-event, the metrics' library or a folder."""
+    """Raises UsageError if this host lacks the program, an option's command, the metrics' library or a folder."""
     check_program(options, environ)
-    if options.on_event:
-        # The first event would be too late to notice.
-        _check_command(options.on_event[0], "--on-event ")
+    for name, command in (("--on-event", options.on_event), ("--health-command", options.health_command)):
+        if command:
+            # The first event, or a started agent, would be too late to notice.
+            _check_command(command[0], f"{name} ")
     if options.metrics_port and find_spec("prometheus_client") is None:
         raise UsageError(
             "--metrics-port needs the package prometheus-client; install it with pip install 'elaunch[metrics]', or"

@@ -21,6 +21,34 @@ FLUSH_S = 10.0
 QUEUED_MAX = 32
 # The log gets this much of a run's output.
 OUTPUT_BYTES_MAX = 8 << 10
+_KILLED_S = 1.0
+
+
+def run_limited(
+    command: tuple[str, ...], environment: Mapping[str, str], stdin: int, output: int, limit_s: float
+) -> str:
+    """Run a command in a session of its own. Returns what went wrong, if anything. Raises OSError if none starts."""
+    process = subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdin=stdin,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"did not end within {limit_s:.0f} s and was killed"
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                # SIGKILL does not end a process that waits in a driver.
+                process.wait(_KILLED_S)
+    if code < 0:
+        return f"was killed by signal {-code}"
+    return f"exited with code {code}" if code else ""
 
 
 class EventHook:
@@ -81,28 +109,12 @@ class EventHook:
         # Files, not pipes: this thread must not wait for a command that does not read, nor for its orphans.
         stdin, output = memory_file("event", f"{json.dumps(event)}\n"), os.memfd_create("output", os.MFD_CLOEXEC)
         try:
-            process = subprocess.Popen(
-                self._command,
-                env=dict(self._environment),
-                stdin=stdin,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                return f"did not end within {limit_s:.0f} s and was killed"
-            finally:
-                self._log_output(output)
+            trouble = run_limited(self._command, self._environment, stdin, output, limit_s)
+            self._log_output(output)
         finally:
             os.close(stdin)
             os.close(output)
-        if code < 0:
-            return f"was killed by signal {-code}"
-        return f"exited with code {code}" if code else ""
+        return trouble
 
     def _log_output(self, output: int) -> None:
         for line in os.pread(output, OUTPUT_BYTES_MAX, 0).decode(errors="replace").splitlines():

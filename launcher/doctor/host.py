@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from elaunch.agent.serve.event_hook import run_limited
 from elaunch.agent.workers.topology import read_gpus, visible
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.inspect.text import duration
-from elaunch.rendezvous.format import bytes_text
+from elaunch.rendezvous.format import bytes_text, plain
 from elaunch.strict_json import parse_json
 
 _MIB = 1 << 20
@@ -35,6 +36,8 @@ TORCH_S = 60.0
 # A healthy node responds immediately, or after a few seconds without GPU persistence mode.
 _HEALTH_S = 20.0
 _SMI_S = 20.0
+SITE_S = 60.0
+_REASON_BYTES_MAX = 1 << 10
 _SLOW_IMPORT_S = 15.0
 _SHOWN_MAX = 4
 _QUERY = (
@@ -275,6 +278,21 @@ def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> It
         if processes := [row for row in used if row[0] == uuid and row[1].isdecimal()]:
             names = ", ".join(f"{row[2].rpartition('/')[2]} (pid {row[1]})" for row in processes[:_SHOWN_MAX])
             yield warn(f"{who} is in use by {names}", "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES")
+
+
+def site_check(command: tuple[str, ...], environ: Mapping[str, str]) -> None:
+    """Run the site's own check of this node (`--health-command`). Raises SiteError if it fails."""
+    output = os.memfd_create("health", os.MFD_CLOEXEC)
+    try:
+        trouble = run_limited(command, environ, subprocess.DEVNULL, output, SITE_S)
+        reason = os.pread(output, _REASON_BYTES_MAX, 0).decode(errors="replace").strip().partition("\n")[0]
+    except OSError as error:
+        trouble, reason = f"cannot be started ({error.strerror})", ""
+    finally:
+        os.close(output)
+    if trouble:
+        text = ": ".join(filter(None, (f"--health-command {command[0]} {trouble}", plain(reason))))
+        raise SiteError(f"this node does not join the job: {text}")
 
 
 @contextmanager

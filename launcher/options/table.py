@@ -114,6 +114,10 @@ class Options:
         values.OneOf("off", "warn", "strict"), default="warn",
         default_text="warn",
     )
+    health_command: tuple[str, ...] | None = _option(
+        Group.RESTARTS, "COMMAND", "the site's check; if it fails the node does not join",
+        values.command, default_text="none",
+    )
     on_hang: OnHang = _option(
         Group.RESTARTS, "ACTION", "on a hang: warn, restart, off", values.on_hang,
         default=OnHang.WARN, default_text="warn; with a limit restart",
