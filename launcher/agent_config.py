@@ -244,6 +244,7 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
         duplicate_stdout_filters=options.duplicate_stdout_filters,
         duplicate_stderr_filters=options.duplicate_stderr_filters,
         log_format=options.log_format,
+        log_bytes_max=options.log_max_size,
         least="debug" if options.verbose else "warning" if options.quiet else "info",
         prefix_template=environ.get(
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", _TEE_PREFIX if "tee" in options.given else None

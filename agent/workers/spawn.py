@@ -267,7 +267,7 @@ class Spawner:
         file = needle_file = None
         has_file = (redirected or teed) and self._run_dir.logs
         if has_file and (folder := self._run_dir.rank(group.generation, worker.rank)):
-            file = LogFile(str(folder / f"{name}.log"), self._run_dir.warn)
+            file = LogFile(str(folder / f"{name}.log"), self._run_dir.warn, bytes_max=plan.log_bytes_max)
             if not out:
                 worker.log_path = str(folder / f"{name}.log")
             if needles:

@@ -134,6 +134,10 @@ class Options:
         default_text="new with -r, -t", peer=True,
         differs="default always a new one; its folders have no date; writes files only with -r or -t",
     )
+    log_max_size: int = _option(
+        Group.OUTPUT, "SIZE", "drop a log file's oldest half at SIZE, like 100M",
+        values.size, default=0, default_text="no limit",
+    )
     redirects: StreamChoice = _option(
         Group.OUTPUT, "STREAMS", "to files: 0 none 1 out 2 err 3 both, or RANK:V,…",
         values.streams, default=StreamChoice(), default_text="0", short="r", peer=True,

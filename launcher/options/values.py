@@ -34,6 +34,8 @@ _USUAL = "the usual ones are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUS
 # Variables with the store's address. The first one that is set wins.
 ENDPOINT_VARIABLES = ("ELAUNCH_ENDPOINT", "ETCDCTL_ENDPOINTS")
 _ENDPOINT_HOW = "use HOST:PORT, [IPV6]:PORT or https://HOST:PORT, several separated by commas"
+# Smaller log files would be halved again and again.
+SIZE_MIN = 1 << 20
 # How long --warm keeps a fork server that no job uses, in minutes.
 WARM_MIN = 15.0
 
@@ -133,6 +135,15 @@ def _number(word: str, high: float, wrong: str) -> float:
 def positive_seconds(raw: Raw) -> float:
     if (number := seconds(raw)) == 0:
         raise ValueError("is not a length of time; give more than 0 seconds")
+    return number
+
+
+def size(raw: Raw) -> int:
+    """A size in bytes, from a number with a unit."""
+    found = re.fullmatch(r"([0-9]{1,9})([KMG])", text(raw).upper())
+    number = int(found[1]) << {"K": 10, "M": 20, "G": 30}[found[2]] if found else 0
+    if number < SIZE_MIN:
+        raise ValueError("is not a size of 1M or more; give a number with K, M or G, as in 100M")
     return number
 
 

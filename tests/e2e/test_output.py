@@ -189,6 +189,24 @@ if generation != "2":
         assert all(f"[{rank}] generation {g} rank {rank}\n" in job.stdout for g in range(3) for rank in range(2))
         assert str(run) in job.stderr
 
+    def test_a_file_of_the_largest_size_has_the_newest_lines_and_the_number_of_bytes_before_them(
+        self, tmp_path: Path
+    ) -> None:
+        script(tmp_path, "for number in range(60_000):\n    print(number, 'x' * 50)\nprint('end')")
+
+        options = ("--nproc-per-node", "2", "-r", "1", "--log-dir", "logs", "--log-max-size", "1M")
+        job = finished(tmp_path, *LIGHT, *options, "train.py")
+
+        assert job.code == 0, job.output
+        written = "".join(f"{number} {'x' * 50}\n" for number in range(60_000)) + "end\n"
+        for rank in range(2):
+            log = (tmp_path / f"logs/latest/attempt_0/{rank}/stdout.log").read_text()
+            notice, _, rest = log.partition("\n")
+            dropped = int(re.findall(r"elaunch: the oldest ([\d,]+) bytes", notice)[0].replace(",", ""))
+            assert len(log) <= 1 << 20
+            assert rest == written[dropped:]
+            assert re.match(r"\d+ x", rest)
+
     def test_output_that_is_to_go_to_files_goes_to_a_private_folder_if_none_is_named(self, tmp_path: Path) -> None:
         script(tmp_path, SAY_WHO)
 

@@ -144,6 +144,40 @@ def test_a_redirected_stream_without_a_file_that_can_be_written_is_on_the_consol
     assert screen.shown() == b"[0] one\n"
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r"])
+def test_a_file_with_a_limit_drops_its_oldest_half_and_its_first_line_counts_the_bytes(
+    end: bytes, tmp_path: Path
+) -> None:
+    path, warned = tmp_path / "stdout.log", list[str]()
+    file = LogFile(str(path), warned.append, bytes_max=4096)
+    lines = [b"line %d %b%b" % (number, b"x" * (number % 37), end) for number in range(2000)]
+    most = 0
+
+    for line in lines:
+        assert file.write(line) == b""
+        most = max(most, path.stat().st_size)
+
+    notice, _, rest = path.read_bytes().partition(b"\n")
+    found = re.fullmatch(rb"elaunch: the oldest ([\d,]+) bytes of this output were dropped \(--log-max-size\)", notice)
+    assert found
+    assert rest == b"".join(lines)[int(found[1].replace(b",", b"")) :]
+    assert rest.startswith(b"line ") is (end == b"\n")
+    assert 2000 < len(rest) <= most <= 4096
+    assert (warned, [*tmp_path.iterdir()]) == ([], [path])
+
+
+def test_a_file_with_a_limit_that_cannot_be_replaced_takes_no_more_after_one_warning(tmp_path: Path) -> None:
+    path, warned = tmp_path / "stdout.log", list[str]()
+    file = LogFile(str(path), warned.append, bytes_max=20)
+    file.write(b"one\n" * 4)
+    path.unlink()
+
+    left = [file.write(b"two\n" * 2) for _ in range(2)]
+
+    assert left == [b"two\n" * 2] * 2
+    assert warned == [f"{path} cannot be written (No such file or directory); training continues without this log file"]
+
+
 def test_only_the_end_is_kept_and_it_has_a_bound() -> None:
     chatty = stream(None)
 
