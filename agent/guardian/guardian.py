@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from shutil import rmtree
@@ -257,29 +257,21 @@ def remove_abandoned(run_dirs: Iterable[str]) -> None:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    with suppress(OSError):
+    with suppress(OSError), ExitStack() as opened:
         # The folder stays open: in a shared temporary folder others may rename it, and put another in its place.
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            _remove_if_unlocked(folder, fd)
-        finally:
-            os.close(fd)
-
-
-def _remove_if_unlocked(folder: Path, fd: int) -> None:
-    found = os.fstat(fd)
-    # Continue only with a folder in which no other user can have put anything.
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        return
-    claim = os.open(CLAIM, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
-    try:
+        opened.callback(os.close, fd)
+        found = os.fstat(fd)
+        # Continue only with a folder in which no other user can have put anything.
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            return
+        claim = os.open(CLAIM, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+        opened.callback(os.close, claim)
         # This fails if the folder's agent lives, or if another guardian removes the folder.
         fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.read(claim, 64) == boot_id():
             _empty(Path(f"/proc/self/fd/{fd}"))
             folder.rmdir()
-    finally:
-        os.close(claim)
 
 
 def _empty(folder: Path) -> None:
@@ -313,14 +305,11 @@ def _report_death(notes: Mapping[str, Any]) -> None:
             os.write(2, f"{line}\n".encode(errors="backslashreplace"))
     event = {"generation": generation, "event": "agent_died", "at": at, "monotonic_s": time.monotonic()}
     entry = json.dumps({**event, "host": host, "pid": pid, "workers": count, "reason": text})
-    with suppress(OSError), open(notes.get("timeline", ""), "r+b", opener=_append) as file:
+    flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    with suppress(OSError), os.fdopen(os.open(notes.get("timeline", ""), flags), "r+b") as file:
         # The agent's last line may be cut.
         is_cut = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
         file.write(f"{chr(10) if is_cut else ''}{entry}\n".encode())
-
-
-def _append(path: str, _: int) -> int:
-    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def main() -> None:
