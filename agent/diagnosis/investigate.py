@@ -58,7 +58,7 @@ class KernelLog:
 
     def __init__(self, counters: Sequence[Path]) -> None:
         self._counters = counters
-        self._counted = self._kills_counted() or 0
+        self._counted = self.kills_counted() or 0
         self._claim_until_s = 0.0
         self._lock = threading.Lock()
         self._kills: dict[int, str] = {}
@@ -73,7 +73,7 @@ class KernelLog:
         """A short text if the kernel killed `pid` for lack of memory, or may have done so. Else the empty string."""
         with self._lock:
             self._read()
-            before, self._counted = self._counted, self._kills_counted() or 0
+            before, self._counted = self._counted, self.kills_counted() or 0
             if self._counted > before:
                 # Several processes may have been killed at once.
                 self._claim_until_s = now_s + _CLAIM_S
@@ -82,10 +82,10 @@ class KernelLog:
             return "out of memory, per the kernel log" + (f"; it held {bytes_text(held)}" if held else "")
         return "its memory cgroup counted an out-of-memory kill at that time" if now_s < self._claim_until_s else ""
 
-    @property
-    def counts_kills(self) -> bool:
-        """Whether kills are counted, so that a count that has not grown proves that there was none."""
-        return self._kills_counted() is not None
+    def kills_counted(self) -> int | None:
+        """The sum of the counters, which proves that there was no kill if it has not grown; None without a counter."""
+        found = [count for path in self._counters if (count := _count(path)) is not None]
+        return sum(found) if found else None
 
     def xids(self) -> tuple[str, ...]:
         """The driver's errors, oldest first, as in "Xid (PCI:0000:3b:00): 79, …"."""
@@ -107,11 +107,6 @@ class KernelLog:
             _, found, rest = record.partition(_XID)
             if found and len(self._xids) < _XIDS_MAX:
                 self._xids.append("Xid" + rest.partition("\n")[0])
-
-    def _kills_counted(self) -> int | None:
-        """The sum of the counters; None where there is none."""
-        found = [count for path in self._counters if (count := _count(path)) is not None]
-        return sum(found) if found else None
 
 
 def _count(path: Path) -> int | None:
@@ -156,7 +151,7 @@ def gather_facts(failures: Iterable[Failure], log: KernelLog, found: Callable[[F
     `log` was opened before any worker started.
     """
     limit = limit_text().partition(",")[0]
-    facts = Facts(gpu_errors=log.xids(), memory_limit=limit, kills_are_counted=log.counts_kills)
+    facts = Facts(gpu_errors=log.xids(), memory_limit=limit, kills_are_counted=log.kills_counted() is not None)
     # A restart after a kill does not wait for threads.
     of_disks = [failure for failure in failures if needs_disks(failure)]
     if not of_disks or not start_thread(lambda: found(_with_disks(facts, of_disks)), "elaunch-facts"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from elaunch.agent.diagnosis.exit_status import NOT_USER_CODE
 from elaunch.rendezvous.codec import decode, encode
@@ -166,14 +167,10 @@ def is_named(frame: Frame) -> bool:
 def ranks_text(ranks: Sequence[int]) -> str:
     """ "rank 3", or "ranks 0, 2–7"; three numbers in a row are a range."""
     parts: list[str] = []
-    ordered = sorted(ranks)
-    while ordered:
-        count = 1
-        while count < len(ordered) and ordered[count] == ordered[0] + count:
-            count += 1
-        first, last = ordered[0], ordered[count - 1]
-        parts += [f"{first}–{last}"] if count > 2 else [str(number) for number in ordered[:count]]
-        del ordered[:count]
+    # In a row the distance of a number to its place stays the same.
+    for _, row in groupby(enumerate(sorted(ranks)), lambda placed: placed[1] - placed[0]):
+        numbers = [number for _, number in row]
+        parts += [f"{numbers[0]}–{numbers[-1]}"] if len(numbers) > 2 else map(str, numbers)
     shown = ", ".join(parts[:_RANKS_SHOWN]) + (", …" if len(parts) > _RANKS_SHOWN else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 

@@ -85,12 +85,7 @@ def _gpu(evidence: Evidence, values: Values) -> Values:
 
 
 MEMORY_RULES = (
-    CauseRule(
-        "killed by the kernel's out-of-memory killer",
-        MORE_MEMORY,
-        codes=frozenset({_SIGKILL}),
-        more=_killed,
-    ),
+    CauseRule("killed by the kernel's out-of-memory killer", MORE_MEMORY, codes=frozenset({_SIGKILL}), more=_killed),
     CauseRule(
         "killed by SIGKILL from an unknown sender",
         "{who}",
@@ -116,11 +111,7 @@ MEMORY_RULES = (
             r"|\[Errno 12\] Cannot allocate memory"
         ),
     ),
-    CauseRule(
-        "MemoryError in Python",
-        _NO_MEMORY,
-        exceptions=frozenset({"MemoryError"}),
-    ),
+    CauseRule("MemoryError in Python", _NO_MEMORY, exceptions=frozenset({"MemoryError"})),
     CauseRule(
         "a DataLoader worker has too little shared memory",
         _SHM_ADVICE,

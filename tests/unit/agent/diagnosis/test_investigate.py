@@ -112,6 +112,6 @@ def test_a_counter_shows_that_there_was_no_kill_and_its_absence_shows_nothing(co
     old = tmp_path / "memory.oom_control"
     old.write_text("oom_kill_disable 0\nunder_oom 0\n")
 
-    assert KernelLog([counter]).counts_kills
-    assert not KernelLog([]).counts_kills
-    assert not KernelLog([old, tmp_path / "missing"]).counts_kills
+    assert KernelLog([counter]).kills_counted() is not None
+    assert KernelLog([]).kills_counted() is None
+    assert KernelLog([old, tmp_path / "missing"]).kills_counted() is None
