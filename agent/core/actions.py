@@ -165,3 +165,4 @@ class Log:
 
 ToWorkers = SignalWorkers | NotifyWorkers | TakeStacks | NameThreads | KeepStacks | Blame
 Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Log
+Actions = tuple[Action, ...]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from signal import SIGINT, SIGPIPE
 
 from elaunch.agent.core import events
-from elaunch.agent.core.actions import Action, Commit, Join, Log, Renew, Spawn, Widen
+from elaunch.agent.core.actions import Actions, Commit, Join, Log, Renew, Spawn, Widen
 from elaunch.agent.core.events import ENDS_JOB, SHELL_BASE, RestartOrdered, Signalled, Tag
 from elaunch.agent.core.state import (
     LOG_AFTER_S,
@@ -394,7 +394,7 @@ def leave(agent: Agent, _: Phase, event: Signalled, _now_s: float) -> Step:
     return replace(agent, phase=Exited(outcome)), withdrawn
 
 
-def withdraw(agent: Agent, event: Signalled) -> tuple[Agent, tuple[Action, ...], Outcome]:
+def withdraw(agent: Agent, event: Signalled) -> tuple[Agent, Actions, Outcome]:
     """Notify the others before workers stop: a person's signal ends the job; on any other only this node leaves."""
     where = f" by {agent.me.host}" if agent.spec.nodes_max > 1 else ""
     reason = "no process reads its stdout any more" if event.signum == SIGPIPE else f"{event.name} was received"
@@ -419,10 +419,10 @@ def end_of_own_run(agent: Agent, generation: int, event: Signalled) -> Step:
     return agent, withdrawn
 
 
-def withdrawal(agent: Agent, *, opens: bool, why: str, signum: int = 0) -> tuple[Action, ...]:
+def withdrawal(agent: Agent, *, opens: bool, why: str, signum: int = 0) -> Actions:
     """Leave the job in the store; a leader also resigns, so that another can lead immediately."""
     snapshot = agent.snapshot
-    left: tuple[Action, ...] = (Commit(transactions.leave(snapshot, agent.me, opens=opens, why=why, signum=signum)),)
+    left: Actions = (Commit(transactions.leave(snapshot, agent.me, opens=opens, why=why, signum=signum)),)
     return (*left, Commit(transactions.resign(snapshot))) if snapshot.leader == agent.me.node_id else left
 
 

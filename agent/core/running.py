@@ -9,6 +9,7 @@ from signal import SIGABRT, SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM, SIGUSR1, 
 from elaunch.agent.core import events
 from elaunch.agent.core.actions import (
     Action,
+    Actions,
     Blame,
     Commit,
     KeepStacks,
@@ -60,11 +61,11 @@ def snapshot_changed(agent: Agent, running: Running, _event: events.SnapshotChan
     if lost:
         return _end_with_store(agent, running, lost, now_s)
     assert generation
-    verdict: tuple[Action, ...] = ()
+    verdict: Actions = ()
     if agent.snapshot.hang or running.hang_state.logged:
         running, verdict = _follow_verdict(agent, running)
         agent = replace(agent, phase=running)
-    actions: tuple[Action, ...] = ()
+    actions: Actions = ()
     if ended:
         is_interrupt = ended.kind is OutcomeKind.INTERRUPTED
         reason = StopReason.INTERRUPT if is_interrupt else StopReason.LEAVE
@@ -183,7 +184,7 @@ def _past_limits(agent: Agent, running: Running, now_s: float) -> Step:
         return agent, ()
     ended = tuple(replace(e, limit_s=math.inf) if e.local_rank in late else e for e in known)
     agent = replace(agent, phase=replace(running, status=replace(running.status, ended=ended)))
-    actions: tuple[Action, ...] = ()
+    actions: Actions = ()
     if lingering := late & running.status.returned:
         text = (
             f"the program of local rank {ranks(lingering)} ended {times.hang_after_s + AFTER_HANG_S:.0f} s ago, but its"
@@ -312,7 +313,7 @@ def sampled(agent: Agent, running: Running, event: events.Sampled, _now_s: float
     if not agent.times.hang_after_s or running.held or running.leaving:
         return agent, ()
     state = hang.after_windows(state, live, event.windows)
-    actions: tuple[Action, ...] = ()
+    actions: Actions = ()
     if hang.stacks_are_due(state, _limit(agent, running)):
         state = replace(state, is_sampling=True)
         actions = (TakeStacks(running.table.generation, live),)
@@ -326,7 +327,7 @@ def stacks_taken(agent: Agent, running: Running, event: events.StacksTaken, _now
     return _report(agent, replace(running, hang_state=state), ())
 
 
-def _follow_verdict(agent: Agent, running: Running) -> tuple[Running, tuple[Action, ...]]:
+def _follow_verdict(agent: Agent, running: Running) -> tuple[Running, Actions]:
     """Log the leader's verdict once, with the stacks of this node's ranks, and that the job is no longer idle."""
     state, hang, generation = running.hang_state, agent.snapshot.hang, running.table.generation
     if hang is not None and hang.generation == generation:
@@ -351,7 +352,7 @@ def _limit(agent: Agent, running: Running) -> hang.HangLimit:
     return hang.HangLimit(agent.times.hang_after_s, confirm_s(agent.times, running.table))
 
 
-def _report(agent: Agent, running: Running, actions: tuple[Action, ...]) -> Step:
+def _report(agent: Agent, running: Running, actions: Actions) -> Step:
     seat, state = running.seat_of(agent.me.node_id), running.hang_state
     record = hang.record_of(state, seat, running.live, _awaited(running), _limit(agent, running))
     if hang.has_changed(state.recorded, record):
@@ -361,7 +362,7 @@ def _report(agent: Agent, running: Running, actions: tuple[Action, ...]) -> Step
     return replace(agent, phase=running), actions
 
 
-def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
+def _verdict(agent: Agent, running: Running, hang: Hang) -> Actions:
     generation, state, seat = running.table.generation, running.hang_state, running.seat_of(agent.me.node_id)
     lines = [f"  {group_text(group)}" for group in grouped(state.stacks)[:_GROUPS_SHOWN]]
     is_failure = agent.restarts_hung and not hang.is_unawaited

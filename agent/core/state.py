@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from elaunch.agent.core.actions import Action
+from elaunch.agent.core.actions import Actions
 from elaunch.agent.core.events import StoreFailed, Tag
 from elaunch.agent.diagnosis.hang import HangState
 from elaunch.rendezvous.rules.leader import LeaderState
@@ -359,7 +359,7 @@ class Agent:
         return Outcome(kind, reason, generation, restarts, self.spec.max_restarts, failure, signum)
 
 
-Step = tuple[Agent, tuple[Action, ...]]
+Step = tuple[Agent, Actions]
 
 
 def exit_with(agent: Agent, outcome: Outcome) -> Step:

@@ -8,11 +8,10 @@ from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 
 from elaunch.agent.core import events
 from elaunch.agent.core.actions import (
-    Action,
+    Actions,
     Clear,
     Commit,
     Log,
-    Message,
     NotifyWorkers,
     PeerFailed,
     ReplaceForkServer,
@@ -47,13 +46,7 @@ OUTPUT_WAIT_S = 2.0
 
 
 def stop_at_boundary(
-    agent: Agent,
-    stopping: Stopping,
-    reason: StopReason,
-    signum: int,
-    actions: tuple[Action, ...] = (),
-    *,
-    until_s: float | None = None,
+    agent: Agent, stopping: Stopping, reason: StopReason, signum: int, actions: Actions, until_s: float | None = None
 ) -> Step:
     """Have workers that listen stop after the same step as all ranks; the others get the signal.
 
@@ -67,10 +60,11 @@ def stop_at_boundary(
     notice = signum if signum in agent.notices else 0
     until_s = until_s if notified - stopping.status.stopped else None
     stopping = replace(stopping, signalled=ended, signum=signum, notice=notice, until_s=until_s)
-    return _notify(agent, stopping, notified, StopAtStepBoundary(reason), ended, actions)
+    message = NotifyWorkers(stopping.table.generation, notified, StopAtStepBoundary(reason))
+    return _notify(agent, stopping, message, ended, actions)
 
 
-def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
+def stop_broken(agent: Agent, stopping: Stopping, actions: Actions = ()) -> Step:
     """Notify the workers that listen for failures, which save; the others get SIGTERM, if they had no signal.
 
     A worker that has stopped at a step boundary has saved, or is about to, and exits without a signal. So does one
@@ -81,7 +75,8 @@ def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = 
     ended = left - notified - stopping.signalled - stopping.status.returned
     reached = stopping.signalled | ended
     stopping = replace(stopping, mode=Mode.BROKEN, signalled=reached, signum=SIGTERM, until_s=None)
-    return _notify(agent, stopping, notified, PeerFailed(stopping.table.generation), ended, actions)
+    generation = stopping.table.generation
+    return _notify(agent, stopping, NotifyWorkers(generation, notified, PeerFailed(generation)), ended, actions)
 
 
 def grace_of_failure(agent: Agent, group: Running | Stopping) -> float:
@@ -89,7 +84,7 @@ def grace_of_failure(agent: Agent, group: Running | Stopping) -> float:
     return max(agent.times.failure_grace_s, _LISTENER_S if group.live & group.status.to_failure else 0.0)
 
 
-def continue_stop(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
+def continue_stop(agent: Agent, stopping: Stopping, actions: Actions = ()) -> Step:
     """Wait for live workers, or clear up after the last one."""
     if stopping.live:
         return replace(agent, phase=stopping), actions
@@ -97,7 +92,7 @@ def continue_stop(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] 
     return clear_up(agent, Clearing(stopping.table, stopping.due_s, stopping.then, *known), actions)
 
 
-def clear_up(agent: Agent, clearing: Clearing, actions: tuple[Action, ...] = ()) -> Step:
+def clear_up(agent: Agent, clearing: Clearing, actions: Actions = ()) -> Step:
     return replace(agent, phase=clearing), (*actions, Clear(clearing.table.generation, clearing.is_done))
 
 
@@ -127,19 +122,11 @@ def signal_line(agent: Agent, event: events.Signalled, what: str, left_s: float)
     return (Log(f"{event.name}: {part}{what}, SIGKILL in {left_s:g} s{how_to_kill}"),)
 
 
-def _notify(
-    agent: Agent,
-    stopping: Stopping,
-    notified: frozenset[int],
-    message: Message,
-    ended: frozenset[int],
-    actions: tuple[Action, ...],
-) -> Step:
-    generation = stopping.table.generation
-    if stopping.live and notified:
-        actions = (*actions, NotifyWorkers(generation, notified, message))
+def _notify(agent: Agent, stopping: Stopping, message: NotifyWorkers, ended: frozenset[int], actions: Actions) -> Step:
+    if stopping.live and message.local_ranks:
+        actions = (*actions, message)
     if stopping.live and ended:
-        actions = (*actions, SignalWorkers(generation, ended, stopping.signum))
+        actions = (*actions, SignalWorkers(message.generation, ended, stopping.signum))
     return continue_stop(agent, stopping, actions)
 
 
@@ -204,7 +191,7 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
         return continue_stop(agent, stopping)
     stopping = replace(stopping, failures=(failure,))
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
-    actions: tuple[Action, ...] = (failed, Log(failure.sentence, "error"))
+    actions: Actions = (failed, Log(failure.sentence, "error"))
     if stopping.mode is Mode.KILLING or generation.kind.is_urgent:
         # The others got SIGKILL; or another node reported first, and its failure may be an effect of this exit.
         return continue_stop(agent, stopping, actions)
@@ -334,7 +321,8 @@ def _leave_after(agent: Agent, stopping: Stopping, event: events.Signalled, now_
         # It was forwarded before: another node received it first.
         ended -= reached
     stopping = replace(stopping, signalled=reached | ended, signum=signum, notice=0, until_s=None)
-    return _notify(agent, stopping, notified, StopAtStepBoundary(reason), ended, (*withdrawn, *logged))
+    message = NotifyWorkers(stopping.table.generation, notified, StopAtStepBoundary(reason))
+    return _notify(agent, stopping, message, ended, (*withdrawn, *logged))
 
 
 def _end_too(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
@@ -374,7 +362,7 @@ def _caused_by_stop(event: events.WorkerExited, failure: Failure, stopping: Stop
 # Phases CLEARING and FINISHED: no worker runs; the output is collected, and the failure is explained.
 
 
-def _report_ends(agent: Agent, generation: int, ends: tuple[Failure, ...]) -> tuple[Action, ...]:
+def _report_ends(agent: Agent, generation: int, ends: tuple[Failure, ...]) -> Actions:
     """If another rank's failure ended the generation, record which worker of this node had exited before.
 
     The record decides only if all others have lost a peer: then this worker is the peer that they lost.
@@ -396,7 +384,7 @@ def clearing_signalled(agent: Agent, clearing: Clearing, event: events.Signalled
         # Only output is left, and its reader does not read it.
         return exit_with(agent, clearing.then) if clearing.then else (agent, ())
     agent = take_signal(agent, event)
-    newest, actions = agent.snapshot.generation, tuple[Action, ...]()
+    newest, actions = agent.snapshot.generation, Actions()
     match clearing:
         case Clearing(then=None, is_done=True) if newest and newest.number == clearing.table.generation:
             agent, actions = _finish_or_join(agent, clearing)
@@ -440,9 +428,7 @@ def _finish_or_join(agent: Agent, clearing: Clearing) -> Step:
     return join_again(agent, number), ()
 
 
-def _complete(
-    agent: Agent, clearing: Clearing, event: events.Cleared
-) -> tuple[Agent, tuple[Action, ...], Outcome | None]:
+def _complete(agent: Agent, clearing: Clearing, event: events.Cleared) -> tuple[Agent, Actions, Outcome | None]:
     """Complete the failure's record: the output, which is here now, may show that an exit only reported a lost peer."""
     then, failures = clearing.then, clearing.failures
 
@@ -464,7 +450,7 @@ def _complete(
     known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in clearing.answered] or known
     cause = killed_together(with_cause(decisive_failure(known)), known)
     cause = replace(cause, ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1)
-    actions: tuple[Action, ...] = (Commit(transactions.complete(agent.snapshot, agent.me, cause)),)
+    actions: Actions = (Commit(transactions.complete(agent.snapshot, agent.me, cause)),)
     if cause.local_rank != first.local_rank:
         # A worker that dies while it writes to a disk exits later than its peers notice and give up.
         actions = (*actions, Log(f"the cause: {cause.sentence}", "error"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Action, Log
+from elaunch.agent.core.actions import Actions, Log
 from elaunch.agent.core.events import StoreBack, StoreFailed, Tick, Trouble
 from elaunch.agent.core.membership import log_wait
 from elaunch.agent.core.state import LOG_AFTER_S, Agent, Finished, Joining, Phase, Reach, Running, Step, exit_with
@@ -41,7 +41,7 @@ def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> 
     if reach.failing_since_s is None:
         return replace(agent, reach=replace(reach, ever=True)), ()
     away_s, how = now_s - reach.failing_since_s, "is back" if reach.ever else "responds,"
-    logged: tuple[Action, ...] = (Log(f"the store {how} after {away_s:.1f} s"),) if reach.is_logged else ()
+    logged: Actions = (Log(f"the store {how} after {away_s:.1f} s"),) if reach.is_logged else ()
     agent = replace(agent, reach=Reach(ever=True), lead_at_s=now_s)
     if away_s < agent.times.shortest_loss_s:
         return agent, logged
