@@ -275,7 +275,9 @@ class Loop:
     def _stamp_start(self) -> None:
         if self._run_dir.logs:
             self._guardian.note(timeline=str(self._run_dir.logs / TIMELINE))
-        config, spec = self._config, self._config.spec
+        config, spec, cwd = self._config, self._config.spec, ""
+        with suppress(OSError):
+            cwd = os.getcwd()  # noqa: PTH109
         self._timeline.stamp(
             NO_GENERATION,
             "started",
@@ -286,7 +288,7 @@ class Loop:
             pid=os.getpid(),
             workers=config.slots,
             command=spec.terms.command,
-            cwd=_working_directory(),
+            cwd=cwd,
             nodes_min=spec.nodes_min,
             nodes_max=spec.nodes_max,
             max_restarts=spec.max_restarts,
@@ -370,13 +372,6 @@ class Loop:
                 self._selector.register(self._guardian, selectors.EVENT_READ, self._replace_guardian)
                 return
         self._pump.log(f"the guardian cannot be replaced ({why}): kill -9 may leave processes behind", "warning")
-
-
-def _working_directory() -> str:
-    try:
-        return os.getcwd()  # noqa: PTH109
-    except OSError:
-        return ""
 
 
 def _how_it_ended(pid: int) -> str:

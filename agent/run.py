@@ -45,7 +45,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
     # Before anything is made that would have to be removed.
     places = new_places()
     with ExitStack() as cleanup:
-        guardian = GuardianClient(places.all, config.environment)
+        guardian = GuardianClient((*places.private, *places.memory, *places.socket), config.environment)
         cleanup.callback(guardian.finish)
         metrics = _metrics_listener(config)
         troubles: list[str] = []

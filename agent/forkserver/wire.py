@@ -64,7 +64,14 @@ class Boot:
     def command(self, environment: Mapping[str, str], boot_fd: int) -> tuple[list[str], dict[str, str]]:
         """The command line and environment of a fork server that reads this message from `boot_fd`."""
         if self.preload is None:
-            return _bare_command(boot_fd), dict(environment)
+            # It imports nothing, not even site: .pth files and customisations may run any code, and a process that only
+            # execs does not need them.
+            code = (
+                "import sys; there = [p for p in sys.path if p]; sys.path = [*there, sys.argv[1]]; "
+                f"from {__package__}.server import bare; sys.path = there; bare(sys.argv[2])"
+            )
+            root = str(Path(__file__).parents[3])
+            return [sys.executable, "-S", "-c", code, root, str(boot_fd)], dict(environment)
         # With these variables an interpreter pauses in elaunch's sitecustomize (see server.py).
         hook = {"PYTHONPATH": _behind_hook(environment.get("PYTHONPATH")), BOOT_VARIABLE: str(boot_fd)}
         return list(self.program.argv), {**environment, **hook}
@@ -80,19 +87,6 @@ def reporting(environment: Mapping[str, str], crash_fd: int, *, reports_exit: bo
 
 def _behind_hook(path: str | None) -> str:
     return f"{HOOK_DIR}{os.pathsep}{path}" if path else HOOK_DIR
-
-
-def _bare_command(boot_fd: int) -> list[str]:
-    """The command line of a fork server that imports nothing.
-
-    It starts without site: .pth files and customisations may run any code, and a process that only execs does not need
-    them.
-    """
-    code = (
-        "import sys; there = [p for p in sys.path if p]; sys.path = [*there, sys.argv[1]]; "
-        f"from {__package__}.server import bare; sys.path = there; bare(sys.argv[2])"
-    )
-    return [sys.executable, "-S", "-c", code, str(Path(__file__).parents[3]), str(boot_fd)]
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -36,10 +36,6 @@ class Places(NamedTuple):
     memory: tuple[str, ...]
     socket: tuple[str, ...]
 
-    @property
-    def all(self) -> tuple[str, ...]:
-        return (*self.private, *self.memory, *self.socket)
-
 
 def new_places() -> Places:
     """Places with new names; nothing is created yet.

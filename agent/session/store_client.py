@@ -9,14 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from elaunch.agent.core.events import (
-    Committed,
-    Leased,
-    LeaseLost,
-    SnapshotPending,
-    StoreEvent,
-    Tag,
-)
+from elaunch.agent.core.events import Committed, Leased, LeaseLost, SnapshotPending, StoreEvent, Tag
 from elaunch.agent.session.store_view import JobStore, LocalHost, StoreView
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.transactions import run_lease

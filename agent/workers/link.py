@@ -12,14 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from elaunch.agent.core.actions import Message, PeerFailed, ShowStacks, StopAtStepBoundary
-from elaunch.agent.core.events import (
-    LinkEvent,
-    WorkerEnded,
-    WorkerListens,
-    WorkerSaved,
-    WorkerSaving,
-    WorkerStopped,
-)
+from elaunch.agent.core.events import LinkEvent, WorkerEnded, WorkerListens, WorkerSaved, WorkerSaving, WorkerStopped
 from elaunch.agent.diagnosis.exit_status import Raised, is_peer_lost
 from elaunch.agent.diagnosis.samplers import FlightRecorder
 from elaunch.strict_json import parse_json

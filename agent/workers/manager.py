@@ -79,11 +79,7 @@ class Workers:
     """
 
     def __init__(
-        self,
-        services: Services,
-        reporter: Reporter,
-        selector: selectors.BaseSelector,
-        meanwhile: Callable[[], None],
+        self, services: Services, reporter: Reporter, selector: selectors.BaseSelector, meanwhile: Callable[[], None]
     ) -> None:
         config, run_dir, fork_server = services.config, services.run_dir, services.fork_server
         self._config = config
