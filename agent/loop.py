@@ -249,12 +249,13 @@ class Loop:
 
     def _take(self, event: Event) -> None:
         before, (self._agent, actions) = self._agent, step(self._agent, event, time.monotonic())
-        for entry in entries(before, self._agent, event):
+        happened = [*entries(before, self._agent, event)]
+        for entry in happened:
             if entry.event == "opened":
                 self._pump.lines.generation = entry.generation
             self._timeline.stamp(entry.generation, entry.event, **entry.fields)
         if self._hook:
-            for announcement in announcements(before, self._agent):
+            for announcement in announcements(self._agent, happened):
                 self._hook.notify(self._message(announcement))
         self._status.note(self._agent.snapshot.query)
         for action in actions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,40 +170,33 @@ def _spare_of(phase: Phase) -> int:
     return phase.spare_of if isinstance(phase, Joining) else NO_GENERATION
 
 
-def announcements(before: Agent, after: Agent) -> Iterator[Entry]:
-    """The announcements of this node after a step; each has its sentence in the field `text`.
+def announcements(agent: Agent, happened: Iterable[Entry]) -> Iterator[Entry]:
+    """The announcements of this node for the timeline's new entries; each has its sentence in the field `text`.
 
     The leader announces failures, hangs, restarts and the end of the job.
     """
-    if after.leads and after.snapshot is not before.snapshot:
-        yield from _of_snapshot(before, after)
-    if isinstance(after.phase, Exited) and not isinstance(before.phase, Exited):
-        outcome = after.phase.outcome
-        if _announces_end(after, outcome):
-            yield _end(after, outcome)
+    opened, hang, table = agent.snapshot.generation, agent.snapshot.hang, agent.snapshot.table
+    for entry in happened:
+        match entry.event:
+            case "seems_hung" if agent.leads and hang and (hang.is_unawaited or not agent.restarts_hung):
+                # Else it is reported as a failure, which is announced.
+                text = f" seems to hang: {hang_sentence(hang, host_of(hang.node_id))}"
+                fields = {"reason": hang.summary, **({"rank": hang.rank} if hang.rank >= 0 else {})}
+                yield _announced("hang", agent, hang.generation, text, fields)
+            case "opened" if agent.leads and opened and opened.kind.is_urgent and opened.kind is not OpenKind.RESTART:
+                yield _failure(agent, opened)
+            case "restarting" if agent.leads and opened and table:
+                size = {"world_size": table.world_size, "nodes": len(table.seats)}
+                text = f" continues in generation {table.generation}: {table.size_text} ({table.reason})"
+                yield _announced(
+                    "restart", agent, table.generation, text, {**_of_restart(agent, opened, table), **size}
+                )
+            case "ended" if isinstance(agent.phase, Exited) and _announces_end(agent, agent.phase.outcome):
+                yield _end(agent, agent.phase.outcome)
 
 
 def _announced(event: str, agent: Agent, generation: int, text: str, fields: Mapping[str, Any]) -> Entry:
     return Entry(generation, event, {"text": f"{job_name(agent.spec.run_id)}{text}", **fields})
-
-
-def _of_snapshot(before: Agent, after: Agent) -> Iterator[Entry]:
-    known, opened = before.snapshot.generation, after.snapshot.generation
-    if known is None or opened is None:
-        return
-    was, hang = before.snapshot.hang, after.snapshot.hang
-    if hang and (was is None or was.generation != hang.generation) and (hang.is_unawaited or not after.restarts_hung):
-        # Else it is reported as a failure, which is announced.
-        text = f" seems to hang: {hang_sentence(hang, host_of(hang.node_id))}"
-        fields = {"reason": hang.summary, **({"rank": hang.rank} if hang.rank >= 0 else {})}
-        yield _announced("hang", after, hang.generation, text, fields)
-    if opened.number > known.number and opened.kind.is_urgent and opened.kind is not OpenKind.RESTART:
-        yield _failure(after, opened)
-    old, new = before.snapshot.table, after.snapshot.table
-    if old and new and old.generation < new.generation == opened.number:
-        fields = {**_of_restart(after, opened, new), "world_size": new.world_size, "nodes": len(new.seats)}
-        text = f" continues in generation {new.generation}: {new.size_text} ({new.reason})"
-        yield _announced("restart", after, new.generation, text, fields)
 
 
 def _failure(agent: Agent, opened: Generation) -> Entry:

@@ -143,8 +143,9 @@ class Driver:
         """One event; what was done, without log lines and transactions."""
         before = self.agent
         self.agent, actions = step(before, event, self.now_s)
-        self.entries += entries(before, self.agent, event)
-        self.announcements += announcements(before, self.agent)
+        happened = [*entries(before, self.agent, event)]
+        self.entries += happened
+        self.announcements += announcements(self.agent, happened)
         self.acted = list(actions)
         self.all_acted += actions
         for action in actions:
