@@ -163,10 +163,9 @@ def _facts_of(pid: int | str, name: str) -> bytes:
 
 
 def _namespace_of(pid: int | str) -> str:
-    try:
+    with suppress(OSError):
         return os.readlink(f"/proc/{pid}/ns/pid")  # noqa: PTH115
-    except OSError:
-        return ""
+    return ""
 
 
 def clean_up(processes: JobProcesses, run_dirs: Iterable[str]) -> None:
@@ -179,28 +178,25 @@ def clean_up(processes: JobProcesses, run_dirs: Iterable[str]) -> None:
                 rmtree(run_dir, ignore_errors=True)
 
 
-def sweep(processes: JobProcesses, spare: Collection[int] = (), meanwhile: Callable[[], None] = lambda: None) -> int:
-    """SIGKILL all of `processes` but those in `spare`, until none is left. Returns how many were ended.
+def sweep(processes: JobProcesses, spare: Collection[int] = (), meanwhile: Callable[[], None] = lambda: None) -> None:
+    """SIGKILL all of `processes` but those in `spare`, until none is left.
 
     Helpers that clean up after other processes (`CLEANERS`) are killed only if they still run CLEANERS_S after the
     others. `meanwhile` is called repeatedly while there is something to wait for.
     """
-    ended: set[int] = set()
     start_s = now_s = others_s = time.monotonic()
     while (found := living(processes, spare)) and now_s < start_s + SWEEP_S_MAX:
         cleaners = {pid for pid in found if is_cleaner(pid)}
         if len(cleaners) < len(found):
             others_s = now_s
         for pid in found:
-            is_cleaning = pid in cleaners and now_s < others_s + CLEANERS_S
-            if not is_cleaning and _kill(pid, processes):
-                ended.add(pid)
+            if pid not in cleaners or now_s >= others_s + CLEANERS_S:
+                _kill(pid, processes)
         meanwhile()
         # A killed process leaves /proc a little later; a poll every millisecond is soon enough. One that takes longer
         # needs the CPU, and a poll reads the environment of every process.
         time.sleep(0.001 if now_s < start_s + 0.1 else 0.01)
         now_s = time.monotonic()
-    return len(ended)
 
 
 def living(processes: JobProcesses, spare: Collection[int] = ()) -> list[int]:
@@ -219,27 +215,21 @@ def is_cleaner(pid: int) -> bool:
     return any(name in command for name in CLEANERS)
 
 
-def _kill(pid: int, processes: JobProcesses) -> bool:
+def _kill(pid: int, processes: JobProcesses) -> None:
     pidfd = -1
     with suppress(OSError, AttributeError):
         pidfd = os.pidfd_open(pid)
-    try:
-        # The pid may have been reused since it was listed. The pidfd refers to one process: check that one.
-        if not processes.has(pid):
-            return False
-        try:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            return False
-        except (OSError, AttributeError):
-            # No pidfds: a container's seccomp profile, an old kernel or Python. The check was a moment ago.
-            os.kill(pid, signal.SIGKILL)
-        return True
-    except OSError:
-        return False
-    finally:
-        if pidfd >= 0:
-            os.close(pidfd)
+    # The pid may have been reused since it was listed. The pidfd refers to one process: check that one.
+    if processes.has(pid):
+        with suppress(OSError):
+            try:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            except (OSError, AttributeError) as error:
+                # No pidfds: a container's seccomp profile, an old kernel or Python. The check was a moment ago.
+                if not isinstance(error, ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    if pidfd >= 0:
+        os.close(pidfd)
 
 
 def boot_id() -> bytes:
