@@ -210,9 +210,7 @@ class StoreView:
                         return
                     entries = {key: entry for key, entry in view.entries.items() if key not in changed}
                     entries |= {key: entry for key, entry in changed.items() if entry is not None}
-                    is_new = self._put(replace(view, revision=revision, entries=entries))
-                if is_new:
-                    self._post(SnapshotPending())
+                    self._put(replace(view, revision=revision, entries=entries))
             case HistoryLost():
                 # The first watch reports its own failure to its caller.
                 if epoch == self._epoch and self._view is not None:
@@ -226,12 +224,11 @@ class StoreView:
             if epoch not in (None, self._epoch) or (self._view and view.revision < self._view.revision):
                 return
             self._is_whole = self._scope == self._keys.root
-            is_new = self._put(view)
-        if is_new:
-            self._post(SnapshotPending())
+            self._put(view)
 
-    def _put(self, view: View) -> bool:
-        """Store the view. Returns whether an event must be posted: none is pending."""
+    def _put(self, view: View) -> None:
+        """Store the view, with the lock held, and post an event unless one is pending."""
         self._view = view
-        is_new, self._is_dirty = not self._is_dirty, True
-        return is_new
+        if not self._is_dirty:
+            self._is_dirty = True
+            self._post(SnapshotPending())
