@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from socket import SO_PEERCRED, SOL_SOCKET, socket
 from typing import Any, TypeVar
@@ -136,6 +136,13 @@ def thread_call(pid: int, tid: int) -> tuple[str, str]:
     return (_CALLS.get(int(number), ""), rest) if rest else ("", "")
 
 
+def text_of(path: str | Path) -> str:
+    """The stripped text of the file; empty if it cannot be read."""
+    with suppress(OSError):
+        return Path(path).read_text(errors="surrogateescape").strip()
+    return ""
+
+
 def memory_file(name: str, text: str, *, outlives_exec: bool = False) -> int:
     """A new memfd that holds `text`, positioned at its start."""
     fd = os.memfd_create(name, 0 if outlives_exec else os.MFD_CLOEXEC)
@@ -212,14 +219,6 @@ def set_command_line(argv: tuple[str, ...], comm: str) -> None:
     from ctypes import memmove
 
     _libc().prctl(_PR_SET_NAME, os.fsencode(comm)[:15] + b"\0")
-    start, size = _argument_area()
-    text = b"\0".join(os.fsencode(arg) for arg in argv)[: size - 1]
-    memmove(start, text.ljust(size, b"\0"), size)
-
-
-@cache
-def _argument_area() -> tuple[int, int]:
-    """The address of this process's own arguments, and their size. A fork has them at the same address."""
-    fields = stat_fields("self")
-    start, end = int(fields[45]), int(fields[46])
-    return start, end - start
+    start, end = (int(field) for field in stat_fields("self")[45:47])
+    text = b"\0".join(os.fsencode(arg) for arg in argv)[: end - start - 1]
+    memmove(start, text.ljust(end - start, b"\0"), end - start)

@@ -23,7 +23,7 @@ import psutil
 from elaunch.agent.diagnosis.causes.cause import SHARED_MEMORY, Facts, Space
 from elaunch.agent.diagnosis.causes.program import MISSING
 from elaunch.agent.diagnosis.causes.table import needs_disks
-from elaunch.agent.linux import in_threads, start_thread
+from elaunch.agent.linux import in_threads, start_thread, text_of
 from elaunch.rendezvous.dial import Deadline, dial, is_silence, resolve
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.format import bytes_text
@@ -110,10 +110,8 @@ class KernelLog:
 
 
 def _count(path: Path) -> int | None:
-    with suppress(OSError):
-        if found := re.search(r"^oom_kill (\d+)", path.read_text(), re.MULTILINE):
-            return int(found[1])
-    return None
+    found = re.search(r"^oom_kill (\d+)", text_of(path), re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def limit_text() -> str:
@@ -127,21 +125,19 @@ def limit_text() -> str:
 
 
 def _number(path: Path) -> int:
-    with suppress(OSError, ValueError):
-        return int(path.read_text())
-    return 0
+    text = text_of(path)
+    return int(text) if text.isdecimal() else 0
 
 
 def counter_files() -> list[Path]:
     """The event counters of this process's own memory cgroups."""
     found: list[str] = []
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text(errors="surrogateescape").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                found.append(f"/sys/fs/cgroup{path}/memory.events")
-            elif "memory" in controllers.split(","):
-                found.append(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+    for line in text_of("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found.append(f"/sys/fs/cgroup{path}/memory.events")
+        elif "memory" in controllers.split(","):
+            found.append(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
     return [path for path in map(Path, found) if path.exists()]
 
 

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.wire import PROCESS_NAME, SERVER_NAME, Boot
-from elaunch.agent.linux import credentials, name
+from elaunch.agent.linux import credentials, name, text_of
 from elaunch.rendezvous.format import plain
 from elaunch.rendezvous.types import Program
 
@@ -248,8 +248,8 @@ class Cold(Exception):
 
 def facts(program: Program, ignored: tuple[int, ...]) -> dict[str, str]:
     """What children inherit from this process and a warm fork server could not give them, by name."""
-    fields = dict(line.partition(":")[::2] for line in _text("status").splitlines())
-    limits = {line[:26].strip(): " ".join(line[26:].split()) for line in _text("limits").splitlines()[1:]}
+    fields = dict(line.partition(":")[::2] for line in text_of("/proc/self/status").splitlines())
+    limits = {line[:26].strip(): " ".join(line[26:].split()) for line in text_of("/proc/self/limits").splitlines()[1:]}
     here, root = os.stat("."), os.stat("/")  # noqa: PTH116
     return {
         "the program": " ".join(program.argv[: len(program.argv) - len(program.args)]),
@@ -262,15 +262,9 @@ def facts(program: Program, ignored: tuple[int, ...]) -> dict[str, str]:
         **{f"the {kind} namespace": os.readlink(f"/proc/self/ns/{kind}") for kind in os.listdir("/proc/self/ns")},  # noqa: PTH115, PTH208
         "the nice value": str(os.getpriority(os.PRIO_PROCESS, 0)),
         "the scheduling policy": f"{os.sched_getscheduler(0)} {os.sched_getparam(0).sched_priority}",
-        "the NUMA policy": " ".join(_text("numa_maps").partition("\n")[0].split()[1:2]),
-        **{file: _text(file).strip() for file in _FILES},
+        "the NUMA policy": " ".join(text_of("/proc/self/numa_maps").partition("\n")[0].split()[1:2]),
+        **{file: text_of(f"/proc/self/{file}") for file in _FILES},
     }
-
-
-def _text(file: str) -> str:
-    with suppress(OSError):
-        return Path("/proc/self", file).read_text(errors="replace")
-    return ""
 
 
 def folder(environ: Mapping[str, str]) -> Path:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from elaunch.agent.config import NumaBinding
+from elaunch.agent.linux import text_of
 
 # Linux can be built for 8192 CPUs at most; this is eight times as many.
 _CPU_MAX = (1 << 16) - 1
@@ -195,7 +197,7 @@ def read_topology(slots: int, environ: Mapping[str, str], root: Path = Path("/")
     system = root / "sys/devices/system"
     nodes: dict[int, frozenset[int]] = {}
     for folder in (system / "node").glob("node[0-9]*"):
-        ours = _ranges(_text(folder / "cpulist")) & cpus
+        ours = _ranges(text_of(folder / "cpulist")) & cpus
         if ours:
             nodes[int(folder.name.removeprefix("node"))] = ours
     # A kernel without NUMA has no such folder. All CPUs are one node then.
@@ -207,8 +209,8 @@ def read_topology(slots: int, environ: Mapping[str, str], root: Path = Path("/")
         nodes,
         # The kernel reports -1 on a host with one node.
         homes=tuple(node if node >= 0 else min(nodes) for node in gpu_nodes or turns),
-        packages={cpu: _text(path / "topology/physical_package_id") for cpu, path in folders.items()},
-        cores={cpu: _text(path / "topology/thread_siblings_list") for cpu, path in folders.items()},
+        packages={cpu: text_of(path / "topology/physical_package_id") for cpu, path in folders.items()},
+        cores={cpu: text_of(path / "topology/thread_siblings_list") for cpu, path in folders.items()},
         caches={cpu: _largest_cache(path / "cache") for cpu, path in folders.items()},
     )
 
@@ -224,28 +226,20 @@ def _ranges(text: str) -> frozenset[int]:
 def _largest_cache(folder: Path) -> str:
     """The list of CPUs that share the highest level of cache, in the kernel's form. Instruction caches do not count."""
     found = [
-        (int(_text(index / "level") or 0), _text(index / "shared_cpu_list"))
+        (int(text_of(index / "level") or 0), text_of(index / "shared_cpu_list"))
         for index in folder.glob("index*")
-        if re.fullmatch("Unified|Data", _text(index / "type"))
+        if re.fullmatch("Unified|Data", text_of(index / "type"))
     ]
     return max(found)[1] if found else ""
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _number(path: Path) -> int:
-    try:
-        return int(_text(path))
-    except ValueError:
-        return -1
+    with suppress(ValueError):
+        return int(text_of(path))
+    return -1
 
 
 def _facts(path: Path, separator: str) -> dict[str, str]:
     """Lines of `name<separator>value`; nothing if the file cannot be read."""
-    pairs = (line.partition(separator) for line in _text(path).splitlines())
+    pairs = (line.partition(separator) for line in text_of(path).splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
