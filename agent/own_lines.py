@@ -34,7 +34,7 @@ class OwnLines:
     def line(self, text: str, level: str = "info") -> bytes:
         """Elaunch's own line or lines, escaped: they quote other nodes and programs."""
         if self.is_json:
-            return self._object(time.time(), level, text=text)
+            return self._object(level, text=text)
         head = f"{self._time()}elaunch: "
         return "".join(f"{head}{line}\n" for line in plain(text, keep="\n\t").split("\n")).encode()
 
@@ -42,7 +42,7 @@ class OwnLines:
         """The report: `text`, with the time before elaunch's own lines in it; or `record` as an object."""
         if self.is_json:
             level = "info" if record["exit_code"] == 0 else "error"
-            return self._object(time.time(), level, text=text, report=record)
+            return self._object(level, text=text, report=record)
         text = plain(text, keep="\n\t")
         return re.sub(r"^elaunch: ", f"{self._time()}elaunch: ", text, flags=re.M).encode()
 
@@ -59,9 +59,9 @@ class OwnLines:
     def _time(self) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S ") if self._has_time else ""
 
-    def _object(self, at_s: float, level: str, **fields: object) -> bytes:
+    def _object(self, level: str, **fields: object) -> bytes:
         known = {} if self.generation is None else {"generation": self.generation}
-        line = {"time": iso(at_s), "level": level, "node": self._host, **known, **fields}
+        line = {"time": iso(time.time()), "level": level, "node": self._host, **known, **fields}
         return json.dumps(line).encode() + b"\n"
 
 

@@ -125,18 +125,9 @@ def failure_of(worker: Failure, remains: Remains, signal_name: str) -> Failure:
         message = f"{message}, and was then killed by {signal_name}"
     call = next((each.call for each in (raised, remains.lost) if each and each.call), "")
     raised = raised or Raised()
-    return replace(
-        worker,
-        kind=kind,
-        code=remains.code,
-        message=message,
-        call=call,
-        exception=raised.exception,
-        frame=raised.frame,
-        traceback=raised.traceback,
-        is_cut=raised.is_cut,
-        tail=_kept(remains.tail, raised.traceback),
-    )
+    found = {name: getattr(raised, name) for name in ("exception", "frame", "traceback", "is_cut")}
+    tail = _kept(remains.tail, raised.traceback)
+    return replace(worker, kind=kind, code=remains.code, message=message, call=call, tail=tail, **found)
 
 
 def end_of(worker: Failure, clock: str, *, is_gone: bool) -> Failure:

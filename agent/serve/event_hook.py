@@ -108,12 +108,9 @@ class EventHook:
         """Run the command. Returns what went wrong, if anything. Raises OSError if it cannot be started."""
         # Files, not pipes: this thread must not wait for a command that does not read, nor for its orphans.
         stdin, output = memory_file("event", f"{json.dumps(event)}\n"), os.memfd_create("output", os.MFD_CLOEXEC)
-        try:
+        with os.fdopen(stdin), os.fdopen(output):
             trouble = run_limited(self._command, self._environment, stdin, output, limit_s)
             self._log_output(output)
-        finally:
-            os.close(stdin)
-            os.close(output)
         return trouble
 
     def _log_output(self, output: int) -> None:

@@ -28,24 +28,17 @@ def read_error_file(path: str | os.PathLike[str]) -> str | None:
 
     A pipe would wait for its writer, and a device has no end: neither is read.
     """
-    try:
+    with suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            return None
-        if found.st_size > BYTES_MAX:
-            return ""
-        # The program may still write to the file, so the read has a limit too.
-        with open(fd, "rb", closefd=False) as file:
-            content = file.read(BYTES_MAX)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-    return content.decode(errors="replace")
+        try:
+            found = os.fstat(fd)
+            if stat.S_ISREG(found.st_mode):
+                # The program may still write to the file, so the read has a limit too.
+                with open(fd, "rb", closefd=False) as file:
+                    return "" if found.st_size > BYTES_MAX else file.read(BYTES_MAX).decode(errors="replace")
+        finally:
+            os.close(fd)
+    return None
 
 
 def _left_at_crash(fd: int) -> bytes:

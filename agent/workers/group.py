@@ -258,7 +258,8 @@ class LinkMonitor:
             self._drop(worker)
             self._on_hang_up()
         where = {"rank": rank, "local_rank": worker.local_rank}
-        for message in link.take_messages():
+        messages, link.messages = link.messages, []
+        for message in messages:
             match message:
                 case Note(text):
                     self._reporter.warn_once(text, f"rank {rank}: {text}")

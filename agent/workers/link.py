@@ -150,10 +150,6 @@ class Link:
         with suppress(OSError):
             self.socket.send(line_of(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
-    def take_messages(self) -> list[LinkEvent | Note | StartMark]:
-        messages, self.messages = self.messages, []
-        return messages
-
     def _take(self, message: object) -> None:
         where = (self.generation, self.local_rank)
         if not isinstance(message, dict) or not _is_step(message.get("step", 0)):

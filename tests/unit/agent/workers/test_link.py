@@ -44,14 +44,13 @@ def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Li
     send(worker, event="ended", raised=True, reached_store=True, monotonic_s=2.5)
     link.read()
 
-    assert link.take_messages() == [
+    assert link.messages == [
         WorkerListens(4, 0, to_stop=True, to_failure=False),
         WorkerStopped(4, 0, 7),
         WorkerSaving(4, 0, 8),
         WorkerSaved(4, 0, 8),
         WorkerEnded(4, 0, 2.5, raised=True),
     ]
-    assert link.take_messages() == []
     assert (link.step, link.phase, link.reports) == (6, "evaluating", 2)
 
 
@@ -63,7 +62,7 @@ def test_what_comes_behind_a_descriptor_is_read_with_it(pair: tuple[Link, socket
         send(worker, event="listens", stop=True, peer_failed=True)
         link.read()
 
-    assert link.take_messages() == [WorkerListens(4, 0, to_stop=True, to_failure=True)]
+    assert link.messages == [WorkerListens(4, 0, to_stop=True, to_failure=True)]
     link.forget_recorder()
 
 
