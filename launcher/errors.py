@@ -16,5 +16,4 @@ class UsageError(Exception):
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that is most similar to `word`; None if no word is similar."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)

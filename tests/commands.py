@@ -9,7 +9,7 @@ from elaunch.launcher.options.command_line import Command, ParseState
 
 def read(command: Command, *argv: str, **environ: str) -> click.Context:
     """The context of a command line."""
-    return command.read(argv, ParseState(environ))
+    return command.make_context(f"elaunch {command.name}", list(argv), obj=ParseState(environ))
 
 
 def call(command: Command, *argv: str, **environ: str) -> int:

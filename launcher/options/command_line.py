@@ -187,13 +187,10 @@ _ELSEWHERE = {
     "--main-process-ip": "--master-addr",
     "--main-process-port": "--master-port",
 }
-# Former names of options.
-_FORMERLY = {"hang-after": "hang-timeout"}
 
 
 def _dashed(word: str) -> str:
-    name = word.replace("_", "-")
-    return _FORMERLY.get(name, name)
+    return word.replace("_", "-")
 
 
 class Command(click.Command):
@@ -224,10 +221,6 @@ class Command(click.Command):
         )
         self._work, self._usage, self.is_elsewhere = work, usage, is_elsewhere
         self.options = [param for param in self.params if isinstance(param, Option)]
-
-    def read(self, argv: Sequence[str], state: ParseState) -> click.Context:
-        """The context of a command line. Raises UsageError, and click's Exit after printing help."""
-        return self.make_context(f"elaunch {self.name}", list(argv), obj=state)
 
     def invoke(self, ctx: click.Context) -> Any:
         return self._work(ctx)

@@ -250,7 +250,12 @@ def _main(ctx: click.Context) -> int:
         ends = _take_signals()
         for line in announcement(served_at, None if token else server, is_terminal=os.isatty(2)):
             print(f"elaunch: {line}", file=sys.stderr, flush=True)
-        return _wait(server, ends)
+        while (code := server.process.poll()) is None:
+            signum = signal.sigwait((*ends, signal.SIGCHLD))
+            if signum in ends:
+                print(f"elaunch: the store exits on {signal.Signals(signum).name}", file=sys.stderr)
+                return 0
+        raise SiteError(f"the store's server exited unexpectedly, with exit code {code}")
     finally:
         server.stop()
 
@@ -294,12 +299,3 @@ def _take_signals() -> tuple[signal.Signals, ...]:
     ends = tuple(signum for signum in _ENDS if signal.getsignal(signum) is not signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, (*ends, signal.SIGCHLD))
     return ends
-
-
-def _wait(server: StoreProcess, ends: Sequence[signal.Signals]) -> int:
-    while (code := server.process.poll()) is None:
-        signum = signal.sigwait((*ends, signal.SIGCHLD))
-        if signum in ends:
-            print(f"elaunch: the store exits on {signal.Signals(signum).name}", file=sys.stderr)
-            return 0
-    raise SiteError(f"the store's server exited unexpectedly, with exit code {code}")

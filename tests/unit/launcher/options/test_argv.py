@@ -13,7 +13,7 @@ from elaunch.launcher.options.table import TABLE
 
 
 def options_of(*argv: str) -> list[tuple[str, object]]:
-    given = RUN.read(argv, ParseState()).obj.given
+    given = RUN.make_context("elaunch run", list(argv), obj=ParseState()).obj.given
     return [(name.replace("_", "-"), each.raw) for name, each in given.items()]
 
 

@@ -13,8 +13,7 @@ from elaunch.agent.config import AgentConfig, OnHang, StreamChoice, Streams
 from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.command_line import Group
-from elaunch.launcher.options.help import help_text
-from elaunch.launcher.options.options import Options, UsageError, parse
+from elaunch.launcher.options.options import Options, UsageError, help_text, parse
 from elaunch.launcher.options.rdzv_conf import SETTINGS
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import Address, endpoints
@@ -322,7 +321,6 @@ def test_a_log_directory_alone_tees_everything() -> None:
     [
         ((), OnHang.WARN, 60, 0),
         (("--hang-timeout", "20"), OnHang.RESTART, 20, 20),
-        (("--hang-after", "20"), OnHang.RESTART, 20, 20),
         (("--on-hang", "off"), OnHang.OFF, 0, 0),
         (("--hang-timeout", "20", "--on-hang", "warn"), OnHang.WARN, 20, 20),
         (("--on-hang", "restart"), OnHang.RESTART, 60, 0),
