@@ -29,6 +29,7 @@ from elaunch.launcher.options.options import Options, load_job_file
 from elaunch.launcher.pid1 import become_init
 from elaunch.launcher.preflight import check_options, read_secret, take_program_from_stdin, temporary_folder_warning
 from elaunch.launcher.schedulers.defaults import cluster_of, facts_of_job, settle
+from elaunch.launcher.schedulers.detect import HOSTS
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.schedulers.other_tasks import hold_other_tasks, wait_for_agent
 from elaunch.launcher.store.locate import Planned, plan
@@ -128,6 +129,12 @@ def run(options: Options, environ: Mapping[str, str], on_outcome: OnOutcome = sh
 
     `on_outcome` is called once, when the job has ended. Whatever is raised, no process and no folder of ours is left.
     """
+    if (options.hosts or options.hostfile or options.dry_run) and options.scheduler != HOSTS:
+        if on_outcome is not show_report:
+            raise UsageError("--hosts is for jobs alone, and this command works on one host; leave it out")
+        from elaunch.launcher.hosts.command import run_on_hosts
+
+        return run_on_hosts(options, environ, partial(_log_line, options.log_format))
     cluster = cluster_of(options, environ)
     if cluster is None or cluster.tasks == 1:
         return _run_agent(options, environ, cluster, on_outcome)

@@ -6,7 +6,8 @@ PATH=$PATH:/usr/sbin:/sbin
 
 missing() {
     for pair in etcd:etcd-server etcdctl:etcd-client nft:nftables ip:iproute2 openssl:openssl zsh:zsh \
-        slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge; do
+        slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge \
+        sshd:openssh-server ssh:openssh-client tcsh:tcsh; do
         command -v "${pair%%:*}" >/dev/null || printf '%s ' "${pair#*:}"
     done
 }

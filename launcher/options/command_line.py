@@ -34,6 +34,7 @@ class Group(Enum):
     """The headings of --help, in its order."""
 
     SIZE = "Job size"
+    HOSTS = "Several hosts, by ssh"
     RESTARTS = "Restarts"
     OUTPUT = "Output"
     WORKERS = "Workers"

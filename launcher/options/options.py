@@ -107,7 +107,9 @@ class JobCommand(Command):
 
     def __init__(self, name: str, work: Callable[[click.Context], Any], own: Sequence[Option], **texts: Any) -> None:
         program = click.Argument(["program"], nargs=-1, type=click.UNPROCESSED, shell_complete=_complete_program)
-        super().__init__(name, work, [*own, *TABLE, program], allow_interspersed_args=False, **texts)
+        taken = {option.name for option in own}
+        options = [*own, *(option for option in TABLE if option.name not in taken), program]
+        super().__init__(name, work, options, allow_interspersed_args=False, **texts)
 
 
 def _complete_program(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -214,9 +216,11 @@ def submitted(
     ctx: click.Context, environ: Mapping[str, str], read_job_file: Callable[[str], JobFile] = load_job_file
 ) -> Options:
     """The job in the context of a command that submits it. Raises UsageError, also if its nodes would refuse it."""
-    typed = {name: given.raw for name, given in ctx.obj.given.items() if name in _OPTIONS}
+    typed = {name: given.raw for name, given in ctx.obj.given.items() if name in _OPTIONS and name != "dry_run"}
     options = parse(argv_of(typed, ctx.params["program"]), environ, read_job_file)
     parse_rdzv_conf(options.rdzv_conf)
+    if options.hosts or options.hostfile:
+        raise UsageError("--hosts starts by ssh what submit leaves to the scheduler; drop one of them")
     if options.kind is ProgramKind.SCRIPT and options.target == "-":
         raise UsageError("- means a program on stdin, and a submitted job has no stdin; name a file on its nodes")
     return options

@@ -15,6 +15,7 @@ from elaunch import __version__
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice
 from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import HELP, TEXT, Command, Group, Option, Source, show
+from elaunch.launcher.options.hostlist import Host
 from elaunch.launcher.options.values import Address
 from elaunch.launcher.schedulers.detect import SCHEDULERS
 from elaunch.rendezvous.codec import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
@@ -74,6 +75,23 @@ class Options:
         Group.SIZE, "N", "workers per node: N, gpu, cpu, auto", values.workers,
         default_text="one per GPU, else 1", peer=True, differs="default 1; also counts xpu",
     )
+
+    hosts: tuple[Host, ...] = _option(
+        Group.HOSTS, "HOST,…", "start on these hosts; HOST:N has N workers", values.hosts,
+        default=(), default_text="this host",
+    )
+    hostfile: str | None = _option(
+        Group.HOSTS, "FILE", "file of hosts: HOST slots=N on each line", default_text="none",
+    )
+    ssh_env: tuple[str, ...] = _option(
+        Group.HOSTS, "NAMES", "more variables for the hosts, like AWS_*", values.names,
+        default=(), default_text="none",
+    )
+    ssh_command: tuple[str, ...] | None = _option(
+        Group.HOSTS, "COMMAND", "instead of ssh, like \"ssh -p 2222\"", values.command,
+        default_text="ssh",
+    )
+    dry_run: bool = _switch(Group.HOSTS, "show the commands, and start nothing")
 
     max_restarts: int = _option(
         Group.RESTARTS, "N", "restarts of the job after failures; 0: none", values.whole,

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice, Streams
+from elaunch.launcher.options.hostlist import Host, parse_hosts
 from elaunch.rendezvous.rules.assign_ranks import counts_in
 from elaunch.rendezvous.types import SLOTS_MAX
 
@@ -44,6 +45,10 @@ def text(raw: Raw) -> str:
     if not isinstance(raw, str):
         raise ValueError("is not a single value; give one word")
     return raw.strip()
+
+
+def hosts(raw: Raw) -> tuple[Host, ...]:
+    return parse_hosts(",".join(raw) if isinstance(raw, list) else text(raw))
 
 
 def name(bytes_max: int) -> Convert:

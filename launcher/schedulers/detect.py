@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.hostlist import expand
 from elaunch.launcher.schedulers.facts import (
     Cluster,
     Detect,
     HeadQuery,
-    expand,
     index_of,
     number,
     of_lines,
@@ -44,7 +44,10 @@ _STEP_MAX = 0xFFFF_FFF0
 # Each step of a job gets a port of its own, and so does each of several consecutive jobs.
 _STEPS_APART = 7
 _SLURM = Cluster("Slurm", signals_workers=True, cores_option="--cpus-per-task")
-HOSTS = "/etc/hosts"
+HOSTS_FILE = "/etc/hosts"
+# The scheduler that `elaunch --hosts` is for the nodes that it starts.
+HOSTS = "hosts"
+_OF_HOSTS = "ELAUNCH_HOSTS_"
 
 
 def mark_of(environ: Mapping[str, str]) -> dict[str, str]:
@@ -76,6 +79,24 @@ def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callabl
     if choice != "auto":
         raise UsageError(f"--scheduler {choice} finds none of its variables; start elaunch under it, or drop that")
     return None
+
+
+def _detect_hosts(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
+    """The facts that `elaunch --hosts` gives each node."""
+    names = [f"{_OF_HOSTS}{word}" for word in ("INDEX", "COUNT", "HEAD", "JOB")]
+    index, nodes = (number(environ, each) for each in names[:2])
+    head, run_id = (environ.get(each) for each in names[2:])
+    if index is None or not (nodes and head and run_id):
+        return None
+    return Cluster(
+        "--hosts",
+        nodes=(nodes, nodes),
+        node_index=index,
+        head=head,
+        head_port=port_of_name(run_id),
+        run_id=run_id,
+        sources=used(environ, *names),
+    )
 
 
 def _detect_mpi(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
@@ -385,7 +406,7 @@ def _run_id_of_pods(name: str, domain: str) -> str:
 def _full_name(hostname: str, read: Callable[[str], str]) -> str:
     """The pod's name with its service's domain, if it has one. The kubelet writes it into the pod's hosts file."""
     try:
-        lines = read(HOSTS).splitlines()
+        lines = read(HOSTS_FILE).splitlines()
     except OSError:
         return hostname
     for line in lines:
@@ -398,6 +419,7 @@ def _full_name(hostname: str, read: Callable[[str], str]) -> str:
 # The prefixes of each scheduler's variables, and the function that reads them.
 # The innermost scheduler comes first: mpirun and Flux run inside of an allocation, and Slurm's nodes may be pods.
 SCHEDULERS: Mapping[str, tuple[tuple[str, ...], Detect]] = {
+    HOSTS: ((_OF_HOSTS,), _detect_hosts),
     "mpi": (("OMPI_COMM_WORLD_", "PMI_"), _detect_mpi),
     "flux": (("FLUX_",), _detect_flux),
     "slurm": (("SLURM_",), _detect_slurm),

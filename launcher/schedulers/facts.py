@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from elaunch.launcher.options.hostlist import expand
+
 # Below Linux's ephemeral ports (32768 and up), above those of well-known services.
 _PORT_FIRST, _PORT_PAIRS = 20_000, 5_000
-_HOSTS = re.compile(r"([^][,]|\[[^][]+\])+(,([^][,]|\[[^][]+\])+)*")
 
 
 @dataclass(frozen=True)
@@ -110,33 +110,6 @@ def port_of(job: int) -> int:
 def port_of_name(run_id: str) -> int:
     """A port for the store of a job that has only a name."""
     return port_of(zlib.crc32(run_id.encode(errors="surrogateescape")))
-
-
-def expand(text: str) -> list[str]:
-    """The names in a list in Slurm's form, in its order: `n[001-003,7],m2-[1-2]`. A name may have several brackets.
-
-    Raises ValueError for a text that is not such a list.
-    """
-    if not _HOSTS.fullmatch(text):
-        raise ValueError("is not a list of hosts")
-    hosts: list[str] = []
-    for name in re.findall(r"(?:[^][,]|\[[^][]+\])+", text):
-        parts = re.findall(r"\[([^]]*)\]|([^][]+)", name)
-        choices = [[plain] if plain else _numbers(written) for written, plain in parts]
-        hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
-    return hosts
-
-
-def _numbers(text: str) -> list[str]:
-    """`001-003,7` as 001 to 003, and 7. Leading zeros stay."""
-    found: list[str] = []
-    for each in text.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", each)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not match or first > last:
-            raise ValueError(f"has {each}, which is neither a number nor a range")
-        found += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
-    return found
 
 
 def of_slurm(environ: Mapping[str, str], *variables: str) -> list[str]:

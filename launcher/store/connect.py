@@ -98,7 +98,8 @@ def connect_store(options: Options, planned: Planned, log: Callable[[str], None]
                     f"this host serves the job's store at {plan.endpoints[0]} from its memory: store and job end with"
                     " this host's elaunch; a job that must outlive any host needs --rdzv-endpoint of an etcd cluster"
                 )
-            if not planned.has_derived_token:
+            # A scheduler that knows the number of nodes has started all of them.
+            if not (planned.has_derived_token or (planned.cluster and planned.cluster.nodes)):
                 invitation = invite(options, plan, served, is_terminal=os.isatty(2))
             for line in invitation:
                 log(line)

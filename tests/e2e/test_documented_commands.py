@@ -92,6 +92,7 @@ HERE = {
 }
 # Commands that run with --dry-run added, so that no scheduler gets a job.
 DRY = {
+    "elaunch --hosts node0,node1:4 train.py": "elaunch --nproc-per-node 4 --scheduler hosts train.py",
     "elaunch submit slurm --nodes 4 --gpus 8 --time 24:00:00 train.py": "#SBATCH --nodes=4",
     "elaunch submit slurm --nodes 2 --gpus 8 --time 24:00:00 train.py": "#SBATCH --nodes=2",
     "elaunch submit slurm --nodes 3:4 --gpus 8 --partition h100 --account me train.py": "#SBATCH --nodes=3-4",

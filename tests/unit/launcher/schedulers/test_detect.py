@@ -10,10 +10,11 @@ import pytest
 from elaunch.launcher.agent_config import agent_config
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import HostResources
+from elaunch.launcher.options.hostlist import expand
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.schedulers import detect as registry
 from elaunch.launcher.schedulers.defaults import facts_of_job, resolve_head, settle
-from elaunch.launcher.schedulers.facts import Cluster, expand, port_of, port_of_name
+from elaunch.launcher.schedulers.facts import Cluster, port_of, port_of_name
 from elaunch.launcher.store.locate import Planned, plan
 from elaunch.rendezvous.endpoint import Endpoint
 from tests.harness import REPOSITORY

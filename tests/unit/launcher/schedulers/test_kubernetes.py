@@ -7,7 +7,7 @@ import pytest
 from elaunch.launcher.agent_config import agent_config
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.schedulers.defaults import settle
-from elaunch.launcher.schedulers.detect import HOSTS, detect
+from elaunch.launcher.schedulers.detect import HOSTS_FILE, detect
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.store.locate import plan
 from tests.unit.launcher.schedulers.test_detect import CPU_HOST, no_file, options_of, planned
@@ -23,7 +23,7 @@ def hosts(*names: str) -> str:
 
 def found(hostname: str, environ: dict[str, str], domain: str = "") -> Cluster | None:
     def read(path: str) -> str:
-        assert path == HOSTS
+        assert path == HOSTS_FILE
         return hosts(*([f"{hostname}.{domain}"] if domain else []), hostname)
 
     return detect("auto", environ, hostname, read)

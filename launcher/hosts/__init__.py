@@ -1,0 +1,1 @@
+"""`elaunch --hosts` and `--hostfile`: one command starts the job on several hosts, over ssh."""

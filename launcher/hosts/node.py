@@ -1,0 +1,86 @@
+"""One host's side of `elaunch --hosts`: started by ssh, it checks this host, starts the agent, and passes signals on.
+
+The launcher writes JSON lines to stdin: the job, then `start`, then signals. So neither the job's secret nor its
+environment is in an argument or a shell's environment, and nothing needs quoting. The end of stdin means that the
+launcher, ssh or the network has gone: the agent gets SIGTERM. The reply is a line on stdout that begins with a mark,
+since a login shell may print something first. All output after it is the agent's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from elaunch import __version__
+from elaunch.agent.linux import die_with_parent
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.host import interpreter_options
+from elaunch.launcher.options.options import parse
+from elaunch.launcher.preflight import check_program
+
+
+def main() -> int:
+    """The exit code is the agent's; 128 + n if signal n ended it."""
+    mark = sys.argv[1]
+    job = _read()
+    if job is None:
+        return 0
+    refusal = _refusal(job)
+    # "client's address, its port, server's address, its port"
+    addresses = os.environ.get("SSH_CONNECTION", "").split()
+    ends = {"client": addresses[0], "server": addresses[2]} if len(addresses) == 4 else {}
+    # The line before may lack its end.
+    sys.stdout.write(f"\n{mark} {json.dumps({'refusal': refusal, **ends})}\n")
+    sys.stdout.flush()
+    start = _read()
+    if refusal or start is None:
+        return 0
+    os.environ.update(start["environ"])
+    command = [sys.executable, *interpreter_options(), "-m", "elaunch", *job["argv"]]
+    agent = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM)
+    )
+    threading.Thread(target=_pass_signals, args=(agent,), daemon=True).start()
+    code = agent.wait()
+    return 128 - code if code < 0 else code
+
+
+def _read() -> Any:
+    """The launcher's next message; None if it has gone."""
+    line = sys.stdin.buffer.readline()
+    return json.loads(line) if line.endswith(b"\n") else None
+
+
+def _refusal(job: dict[str, Any]) -> str:
+    """Why this host cannot take part in the job; empty if it can. The job's folder and environment are set."""
+    if job["version"] != __version__:
+        return f"has elaunch {__version__} in {sys.executable}, and {job['version']} starts the job; install the same"
+    try:
+        os.chdir(job["folder"])
+    except OSError as error:
+        return f"cannot enter the folder {job['folder']} ({error.strerror}); all hosts need it, as on a shared disk"
+    os.environ.update(job["environ"])
+    try:
+        check_program(parse(job["argv"], os.environ), os.environ)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def _pass_signals(agent: subprocess.Popen[bytes]) -> None:
+    with suppress(ValueError, OSError):
+        while message := _read():
+            agent.send_signal(message["signal"])
+    agent.send_signal(signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    # Not sys.exit: the thread may hold the lock of stdin for ever.
+    os._exit(main())

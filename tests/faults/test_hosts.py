@@ -1,0 +1,249 @@
+"""`elaunch --hosts` with real sshd's, each on a node of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import elaunch
+from tests.harness import DEADLINE_S, FRESH, Job, script, wait_for
+from tests.nodes import Node, Nodes, needs_nodes
+
+pytestmark = [needs_nodes, pytest.mark.servers]
+
+SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+# The node's own home and login shell of root, and the folder that sshd needs.
+START = """
+mount -t tmpfs tmpfs /run && mkdir /run/sshd
+printf 'root:x:0:0::%s:%s\\nsshd:x:100:65534::/run/sshd:/bin/false\\n' "$1" "$2" >/run/passwd
+mount --bind /run/passwd /etc/passwd
+exec "$3" -D -e -f "$4"
+"""
+WAITS = """
+import os, sys, time
+words = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "HF_WORD", "OWN")]
+print("rank {} of {} {} {}".format(*words), flush=True)
+if sys.argv[1:] == ["wait"]:
+    open(f"up-{os.environ['RANK']}-{os.environ['ELAUNCH_GENERATION']}", "w").close()
+    if os.environ["WORLD_SIZE"] != "1":
+        time.sleep(600)
+"""
+# Passes bytes on after 100 ms in each direction.
+RELAY = """
+import collections, os, select, socket, sys, time
+link = socket.create_connection(sys.argv[1:3])
+queue = collections.deque()
+open_ends = {0, link.fileno()}
+while open_ends or queue:
+    wait_s = max(0, queue[0][0] - time.monotonic()) if queue else None
+    for end in select.select(open_ends, [], [], wait_s)[0]:
+        data = os.read(end, 1 << 16)
+        queue.append((time.monotonic() + 0.1, end, data))
+        if not data:
+            open_ends.discard(end)
+    while queue and queue[0][0] <= time.monotonic():
+        _, end, data = queue.popleft()
+        if not data:
+            sys.exit() if end else link.shutdown(socket.SHUT_WR)
+        elif end:
+            os.write(1, data)
+        else:
+            link.sendall(data)
+"""
+
+
+class Hosts:
+    """Nodes with an sshd each, and the options by which elaunch on node 0 reaches them."""
+
+    def __init__(self, folder: Path, nodes: Nodes) -> None:
+        self.nodes, self._folder = nodes, folder
+        for name in ("host_key", "key"):
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=DEADLINE_S
+            )
+        config = folder / "ssh_config"
+        config.write_text(
+            f"User root\nIdentityFile {folder}/key\nIdentitiesOnly yes\nGlobalKnownHostsFile {folder}/known\n"
+            "UserKnownHostsFile /dev/null\nGSSAPIAuthentication no\n"
+        )
+        host_key = (folder / "host_key.pub").read_text()
+        (folder / "known").write_text(f"* {host_key}")
+        self.options = ("--ssh-command", f"ssh -F {config}", *FRESH)
+
+    def serve(self, node: Node, *, shell: str = "/bin/bash", prints: str = "", key: bool = True) -> None:
+        """Start the node's sshd, with this login shell and a text that it and the banner print."""
+        home = self._folder / f"home-{node.name}"
+        home.mkdir()
+        # bash reads it for each command of ssh's, tcsh its own.
+        (home / ".bashrc").write_text(f"echo {prints}; printf {prints}" if prints else "")
+        (home / "banner").write_text(f"{prints}\n")
+        config = home / "sshd_config"
+        config.write_text(
+            f"HostKey {self._folder}/host_key\nAuthorizedKeysFile {self._folder / 'key.pub' if key else 'none'}\n"
+            f"StrictModes no\nPidFile none\nUsePAM no\n{f'Banner {home}/banner' if prints else ''}\n"
+        )
+        arguments = ("sshd", str(home), shell, SSHD or "", str(config))
+        process = node.popen("sh", "-c", START, *arguments, stderr=subprocess.PIPE)
+        assert process.stderr
+        lines = iter(process.stderr.readline, "")
+        assert any("listening" in line for line in lines), f"sshd on {node} has not started"
+
+    def job(self, folder: Path, *args: str, **more: object) -> Job:
+        return Job(folder, *self.options, *args, prefix=self.nodes[0].prefix, **more)  # type: ignore[arg-type]
+
+    def add_ssh_option(self, line: str) -> None:
+        with (self._folder / "ssh_config").open("a") as config:
+            config.write(f"{line}\n")
+
+    def is_idle(self) -> None:
+        """Wait until nothing of elaunch or ssh is left."""
+        wait_for(lambda: not [each for node in self.nodes for each in self.agents(node)], "nothing is left")
+
+    def agents(self, node: Node) -> list[psutil.Process]:
+        """All of elaunch and its workers on the node."""
+        return [each for each in node.processes() if "sshd" not in name_of(each)]
+
+
+def name_of(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return "sshd"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
+    made: list[Nodes] = []
+
+    def start(count: int) -> Hosts:
+        folder = tmp_path / "ssh"
+        folder.mkdir(mode=0o700)
+        made.append(Nodes(count))
+        return Hosts(folder, made[-1])
+
+    yield start
+    for nodes in made:
+        nodes.close()
+
+
+def test_one_command_starts_the_job_on_three_hosts(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
+    cluster = hosts(3)
+    cluster.serve(cluster.nodes[1], prints="hello")
+    cluster.serve(cluster.nodes[2], shell="/bin/tcsh")
+    script(tmp_path, WAITS)
+    words = {"HF_WORD": "it's $HOME `x` !1", "OWN": "a", "NOT_SENT": "b"}
+    with cluster.job(tmp_path, "--hosts", "node0,node1:2,node2", "--ssh-env", "OWN,NONE", "train.py", env=words) as job:
+        assert job.wait() == 0
+        assert sorted(job.stdout.splitlines()) == [f"[{r}] rank {r} of 4 {words['HF_WORD']} a" for r in range(4)]
+        assert "hello" not in job.output
+        assert job.stderr.count("generation 0") == 1
+        assert "--ssh-env: NONE is not set here" in job.stderr
+
+
+def test_each_host_that_cannot_take_part_is_named_with_its_reason(
+    tmp_path: Path, hosts: Callable[[int], Hosts]
+) -> None:
+    cluster = hosts(6)
+    folder = tmp_path / "disk" / "job"
+    folder.mkdir(parents=True)
+    script(folder, WAITS)
+    _, no_key, no_folder, no_python, other, unreachable = cluster.nodes
+    python, package = Path(sys.executable), Path(elaunch.__file__)
+    (tmp_path / "package.py").write_text(package.read_text().replace(elaunch.__version__, "0.0.1"))
+    no_folder.run("mount", "-t", "tmpfs", "tmpfs", str(folder.parent))
+    no_python.run("mount", "-t", "tmpfs", "tmpfs", str(python.parent))
+    other.run("mount", "--bind", str(tmp_path / "package.py"), str(package))
+    for node in (no_key, no_folder, no_python, other):
+        cluster.serve(node, key=node is not no_key)
+    unreachable.link_down()
+    names = ",".join(node.name for node in cluster.nodes)
+    with cluster.job(folder, "--hosts", f"{names},nohost", "train.py", "wait") as job:
+        assert job.wait() == 3
+        sentences = dict(re.findall(r"^elaunch: (\w+): (.*)$", job.stderr, re.M))
+        assert "elaunch: no host has started" in job.stderr
+    assert "Permission denied" in sentences["node1"]
+    assert "ssh-copy-id node1" in sentences["node1"]
+    assert f"cannot enter the folder {folder}" in sentences["node2"]
+    assert f"{python} -m elaunch does not start there (exit code 127: " in sentences["node3"]
+    assert f"has elaunch 0.0.1 in {python}, and {elaunch.__version__} starts the job" in sentences["node4"]
+    assert re.search("ssh failed .*(timed out|No route to host)", sentences["node5"])
+    assert "Could not resolve hostname" in sentences["nohost"]
+    assert len(sentences) == 6
+    assert not list(folder.glob("up-*"))
+    cluster.is_idle()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_the_end_of_the_command_ends_the_job_on_every_host(
+    tmp_path: Path, hosts: Callable[[int], Hosts], signum: int, code: int
+) -> None:
+    cluster = hosts(2)
+    cluster.serve(cluster.nodes[1])
+    with cluster.job(
+        tmp_path, "--hosts", "node0,node1", "--stop-grace", "5", script(tmp_path, WAITS).name, "wait"
+    ) as job:
+        wait_for(lambda: len(list(tmp_path.glob("up-*-0"))) == 2, "the workers run")
+        job.process.send_signal(signum)
+        assert job.wait() == code
+        cluster.is_idle()
+
+
+@pytest.mark.parametrize("name", ["ssh", "sshd"])
+def test_a_host_whose_connection_ends_is_a_lost_node(tmp_path: Path, hosts: Callable[[int], Hosts], name: str) -> None:
+    cluster = hosts(3)
+    for node in (cluster.nodes[1], cluster.nodes[2]):
+        cluster.serve(node)
+    args = ("--hosts", "node[0-2]", "--nnodes", "1:3", script(tmp_path, WAITS).name, "wait")
+    with cluster.job(tmp_path, *args) as job:
+        wait_for(lambda: len(list(tmp_path.glob("up-*-0"))) == 3, "the workers run")
+        where, is_meant = (0, "node1") if name == "ssh" else (1, "@notty")
+        [victim] = [
+            each
+            for each in cluster.nodes[where].processes()
+            if name_of(each) == name and is_meant in " ".join(each.cmdline())
+        ]
+        victim.kill()
+        wait_for(lambda: len(list(tmp_path.glob("up-*-1"))) == 2, "two nodes go on")
+        wait_for(lambda: not cluster.agents(cluster.nodes[1]), "the lost node's agent has ended")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130
+        assert "elaunch: node1: the connection has ended" in job.stderr
+
+
+def test_no_process_argument_or_shell_has_the_secret(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
+    cluster = hosts(2)
+    cluster.serve(cluster.nodes[1])
+    secret = "a secret of this test"
+    args = ("--hosts", "node0,node1", script(tmp_path, WAITS).name, "wait")
+    with cluster.job(tmp_path, *args, env={"ELAUNCH_TOKEN": secret}) as job:
+        wait_for(lambda: len(list(tmp_path.glob("up-*-0"))) == 2, "the workers run")
+        processes = cluster.nodes.processes()
+        assert not [each for each in processes if secret in " ".join(each.cmdline())]
+        # The agent has it, and no other process there.
+        holders = {each.pid for each in cluster.nodes[1].processes() if secret in each.environ().values()}
+        agents = [
+            each.pid for each in cluster.nodes[1].processes() if each.cmdline()[-4:-2] == ["--scheduler", "hosts"]
+        ]
+        assert holders <= set(agents)
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130
+
+
+def test_a_host_behind_a_slow_and_lossy_line_takes_part(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
+    cluster = hosts(2)
+    cluster.serve(cluster.nodes[1])
+    cluster.nodes.lose(2, cluster.nodes[1])
+    relay = script(tmp_path, RELAY, "relay.py")
+    cluster.add_ssh_option(f"ProxyCommand {sys.executable} {relay} %h %p")
+    with cluster.job(tmp_path, "--hosts", "node0,node1", script(tmp_path, WAITS).name) as job:
+        assert job.wait() == 0
+        assert "[1] rank 1 of 2" in job.stdout

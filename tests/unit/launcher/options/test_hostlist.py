@@ -1,0 +1,66 @@
+"""--hosts and host files, as DeepSpeed, Open MPI and MPICH write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from elaunch.launcher.options.hostlist import Host, parse_hostfile, parse_hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node0,node1:4", [Host("node0"), Host("node1", slots=4)]),
+        ("n[08-10,12]:2", [Host(f"n{number}", slots=2) for number in ("08", "09", "10", "12")]),
+        ("me@gpu.example.com, 10.0.0.2:8", [Host("gpu.example.com", "me"), Host("10.0.0.2", slots=8)]),
+        ("[fe80::1%eth0]:2,[::1]", [Host("fe80::1%eth0", slots=2), Host("::1")]),
+    ],
+)
+def test_the_hosts_of_a_list(text: str, hosts: list[Host]) -> None:
+    assert parse_hosts(text) == tuple(hosts)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("node0,,node1", "has '', which is not a host; use HOST,HOST"),
+        ("node0:gpu", "has gpu as the number of workers; give 1 to "),
+        ("node0:", "has nothing as the number of workers"),
+        ("node0:0", "has 0 as the number of workers"),
+        ("-oProxyCommand=x", "is not a host"),
+        ("n[3-1]", "has 3-1, which is neither a number nor a range"),
+        ("n[0-1],n1", "has n1 twice"),
+    ],
+)
+def test_what_is_no_list_is_refused_with_the_wrong_part(text: str, part: str) -> None:
+    with pytest.raises(ValueError, match=r".") as refused:
+        parse_hosts(text)
+    assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("# DeepSpeed's\nnode0 slots=8\n\nnode1 slots=4  # four\n", [Host("node0", slots=8), Host("node1", slots=4)]),
+        ("node0 slots=2 max_slots=4\nnode1\n", [Host("node0", slots=2), Host("node1")]),
+        # A line for each slot, as a scheduler writes it for Open MPI.
+        ("node0\nnode0\nnode1:3\n", [Host("node0", slots=2), Host("node1", slots=3)]),
+        ("n[0-1] slots=8\n", [Host("n0", slots=8), Host("n1", slots=8)]),
+    ],
+)
+def test_the_hosts_of_a_file(text: str, hosts: list[Host]) -> None:
+    assert parse_hostfile(text) == tuple(hosts)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("node0\nnode1 slots=many\n", "line 2 (node1 slots=many) has many as the number of workers"),
+        ("node0, node1\n", "line 1 (node0, node1) has 'node0,', which is not a host"),
+        ("# only this\n", "names no host"),
+    ],
+)
+def test_a_wrong_line_of_a_file_is_named(text: str, part: str) -> None:
+    with pytest.raises(ValueError, match=r".") as refused:
+        parse_hostfile(text)
+    assert part in str(refused.value)
