@@ -75,7 +75,6 @@ HERE = {
     "elaunch --role ps=1,trainer=3 train.py": "rank 3 of 4",
     "elaunch --max-restarts 0 --nproc-per-node 1 train.py": "rank 0 of 1",
     "OMP_NUM_THREADS=1 elaunch --nproc-per-node 1 --max-restarts 0 train.py": "rank 0 of 1",
-    "elaunch --max-restarts 0 --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --on-hang restart --log-dir logs --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --hang-timeout 120 --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --nproc-per-node 2 --log-dir logs train.py": "; output in ",

@@ -23,7 +23,7 @@ FORKED = ("--preload", ",".join(DEFAULT_PRELOAD))
 # A program may compile something.
 _LONG_S = 600.0
 
-# The variables that only a worker has, and not a fresh process. docs/fidelity.md lists them.
+# The variables that only a worker has, and not a fresh process. docs/variables.md lists them.
 LAUNCHERS = frozenset(
     (
         *("LOCAL_RANK", "RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE"),
