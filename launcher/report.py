@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shlex
 import time
 from collections.abc import Callable
@@ -75,14 +76,23 @@ def write_error_file(outcome: Outcome, path: str | None, own: Callable[[int, int
         if theirs and (recorded := read_error_file(theirs)):
             text = _record_with_code(dict(parse_json(recorded)), failure)
     text = text or _record_with_code({}, failure)
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    with suppress(OSError):
+        write_whole(Path(path), text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all. Raises OSError."""
+    partial = path.parent / f".{path.name}.{secrets.token_hex(4)}"
+    # The mode of log files, whose content it has. With O_EXCL no file that exists already in another user's folder is
+    # written to.
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
     try:
-        partial.write_text(text)
-        partial.replace(target)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        partial.replace(path)
     except OSError:
-        with suppress(OSError):
-            partial.unlink()
+        partial.unlink()
+        raise
 
 
 def _record_with_code(recorded: dict[str, object], failure: Failure) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from elaunch.strict_json import parse_json
@@ -191,13 +192,11 @@ NO_EVENT = PastEvent(-1, "", 0.0, 0.0, {})
 
 def real(value: object, default: float = math.nan) -> float:
     """A finite number, else the default."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return default
-    try:
-        found = float(value)
-    except OverflowError:
-        return default
-    return found if math.isfinite(found) else default
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            if math.isfinite(found := float(value)):
+                return found
+    return default
 
 
 def text(value: object) -> str:

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -24,6 +23,7 @@ from elaunch.launcher.inspect.node_log import NodeLog, PastEvent, node_log, text
 from elaunch.launcher.inspect.page import Links, Report, StepMetrics, render
 from elaunch.launcher.inspect.text import cut, offset, sentence
 from elaunch.launcher.options.command_line import Command, own
+from elaunch.launcher.report import write_whole
 from elaunch.rendezvous.format import plain
 
 PAGE = "report.html"
@@ -54,7 +54,11 @@ def _main(ctx: click.Context) -> int:
     target = page or (None if is_json else folders[0] / PAGE)
     report = read_report(job, metrics_path, (target or folders[0] / PAGE).absolute().parent)
     if target:
-        _write(target, render(report, Path(__file__).with_name("page.html").read_text()))
+        html = render(report, Path(__file__).with_name("page.html").read_text())
+        try:
+            write_whole(target, html)
+        except OSError as error:
+            raise UsageError(f"report: {target} cannot be written ({error.strerror}); give another with -o") from None
     if is_json:
         click.echo(json.dumps(summary(report), indent=1))
     else:
@@ -165,22 +169,6 @@ def _known(value: object) -> object:
     if isinstance(value, float):
         return None if math.isnan(value) else round(value, 6)
     return None if value == -1 else value
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file atomically. Raises UsageError."""
-    partial = path.parent / f".{path.name}.{secrets.token_hex(4)}"
-    try:
-        # The mode of log files, whose content the page has. With O_EXCL no file that exists already in another user's
-        # folder is written to.
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        partial.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise UsageError(f"report: {path} cannot be written ({error.strerror}); give another with -o") from None
 
 
 def find_run(path: Path) -> Path:

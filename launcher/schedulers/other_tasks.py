@@ -75,19 +75,15 @@ def wait_for_agent(cluster: Cluster, log: Callable[[str], None], appear_s: float
         with socket.socket(socket.AF_UNIX) as stream:
             # Another user's listener that never accepts would block connect(): retry instead.
             stream.setblocking(False)
-            try:
+            with suppress(ConnectionRefusedError, FileNotFoundError, BlockingIOError):
                 stream.connect(_address(cluster))
-            except (ConnectionRefusedError, FileNotFoundError, BlockingIOError):
-                time.sleep(_PAUSE_S)
-                continue
-            _, uid = credentials(stream)
-            if uid == os.geteuid():
-                stream.setblocking(True)
-                # A ConnectionError: the agent ended before it accepted this connection.
-                with suppress(ConnectionError):
-                    while stream.recv(64):
-                        pass
-                return 0
+                if credentials(stream)[1] == os.geteuid():
+                    stream.setblocking(True)
+                    # A ConnectionError: the agent ended before it accepted this connection.
+                    with suppress(ConnectionError):
+                        while stream.recv(64):
+                            pass
+                    return 0
         time.sleep(_PAUSE_S)
     log(f"task {cluster.task} of this node has found no agent here within {appear_s:g} s: has it exited?")
     return 0
