@@ -20,6 +20,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from elaunch.agent.linux import text_of
 from elaunch.agent.own_lines import can_move_cursor, is_one_terminal
 from elaunch.agent.workers.topology import read_gpus, visible
 from elaunch.launcher.errors import UsageError
@@ -60,7 +61,7 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
     allowed = os.sched_getaffinity(0)
     topology = root / "sys/devices/system/cpu"
     # Threads of one core have the same siblings.
-    cores = len({_text(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed})
+    cores = len({text_of(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed})
     quota = read_quota_cpus(root)
     return HostResources(
         cpus=len(allowed),
@@ -98,19 +99,12 @@ def read_quota_cpus(root: Path = Path("/")) -> float | None:
 
     `cpu.max` has "QUOTA PERIOD" in microseconds, or "max PERIOD" without a limit.
     """
-    path = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "")
+    path = next((line[3:] for line in text_of(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "")
     base = root / "sys/fs/cgroup"
     # If the container does not see its own path, the root of its mount is its cgroup.
     own = base / path.lstrip("/")
-    limits = [_text(folder / "cpu.max").split() for folder in (own, *own.parents) if folder.is_relative_to(base)]
+    limits = [text_of(folder / "cpu.max").split() for folder in (own, *own.parents) if folder.is_relative_to(base)]
     return min((int(each[0]) / int(each[1]) for each in limits if len(each) == 2 and each[0] != "max"), default=None)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 class NoAddress(Exception):
