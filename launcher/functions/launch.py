@@ -335,10 +335,9 @@ def check(outcome: Mapping[str, Any], code: int, name: str) -> None:
             f"elaunch {how} before the outcome of {name} was known; see its last lines on stderr",
             128 - code if code < 0 else code,
         )
-    if outcome["outcome"] == UsageError.__name__:
-        raise UsageError(outcome["text"])
-    if outcome["outcome"] == SiteError.__name__:
-        raise SiteError(outcome["text"])
+    for kind in (UsageError, SiteError):
+        if outcome["outcome"] == kind.__name__:
+            raise kind(outcome["text"])
     if outcome["exit_code"] == 0:
         return
     failure = outcome.get("failure")

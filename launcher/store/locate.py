@@ -143,8 +143,12 @@ def plan(
         master_addr=master.host if master else None,
         local_addr=_bare_host(options.local_addr),
     )
-    if cluster and cluster.is_of_pods and (head or backend in ("static", "c10d")):
-        _check_secret(made)
+    if cluster and cluster.is_of_pods and (head or backend in ("static", "c10d")) and made.serves and not made.token:
+        raise UsageError(
+            "the first pod's store accepts only pods that know the job's token, and this pod has none; create a Secret"
+            " once in a namespace, and give its token to all pods as ELAUNCH_TOKEN: kubectl create secret"
+            " generic elaunch-token --from-literal=token=$(openssl rand -hex 16)"
+        )
     _check_login(made, addresses, is_typed=conf.user is not None)
     if made.token and is_etcd and backend not in _ETCD:
         notes = (*notes, f"the token is not used: {_comma_list(addresses)} means an etcd, which has its own users")
@@ -214,17 +218,6 @@ def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[
     is_typed = options.given.get("token_file") is Source.COMMAND_LINE
     file = options.token_file if is_typed or not variable else None
     return read_secret(file) if file else variable
-
-
-def _check_secret(made: RendezvousPlan) -> None:
-    """Raises UsageError if a pod is to serve the store without a token: no other pod could connect to it."""
-    if made.token or not made.serves:
-        return
-    raise UsageError(
-        "the first pod's store accepts only pods that know the job's token, and this pod has none; create a Secret once"
-        " in a namespace, and give its token to all pods as ELAUNCH_TOKEN: kubectl create secret"
-        " generic elaunch-token --from-literal=token=$(openssl rand -hex 16)"
-    )
 
 
 def _options_without_effect(options: Options, backend: str) -> tuple[tuple[str, str], ...]:
