@@ -383,14 +383,9 @@ def _why_seatless(agent: Agent, table: RankTable) -> str:
     return f"its {seats} taken; waiting as a spare"
 
 
-def take_signal(agent: Agent, event: Signalled) -> Agent:
-    """Record a SIGINT."""
-    return replace(agent, is_interrupted=True) if event.signum == SIGINT else agent
-
-
 def leave(agent: Agent, _: Phase, event: Signalled, _now_s: float) -> Step:
     """Without workers: leave the job, or end it for all nodes (SIGINT), and exit."""
-    agent, withdrawn, outcome = withdraw(take_signal(agent, event), event)
+    agent, withdrawn, outcome = withdraw(agent, event)
     return replace(agent, phase=Exited(outcome)), withdrawn
 
 

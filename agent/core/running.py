@@ -21,7 +21,7 @@ from elaunch.agent.core.actions import (
     StopReason,
     TakeStacks,
 )
-from elaunch.agent.core.membership import loss_of_keys, take_signal, withdraw, withdrawal
+from elaunch.agent.core.membership import loss_of_keys, withdraw, withdrawal
 from elaunch.agent.core.state import EXIT_S, Agent, Clearing, HeldEnd, ProgramEnd, Running, Step, Stopping
 from elaunch.agent.core.stopping import (
     STOPPED_CODES,
@@ -33,7 +33,7 @@ from elaunch.agent.core.stopping import (
     stop_broken,
     with_subscription,
 )
-from elaunch.agent.core.store_outage import given_up, log_waits
+from elaunch.agent.core.store_outage import given_up
 from elaunch.agent.diagnosis import hang
 from elaunch.agent.diagnosis.stack_groups import full_text, group_text, grouped
 from elaunch.rendezvous.rules import transactions
@@ -143,7 +143,6 @@ def group_failed(agent: Agent, running: Running, event: events.WorkersHung | eve
 
 def signalled(agent: Agent, running: Running, event: events.Signalled, now_s: float) -> Step:
     """Notify the other nodes, pass the signal on to the workers, and exit after the stop."""
-    agent = take_signal(agent, event)
     agent, withdrawn, outcome = withdraw(agent, event)
     workers = "1 worker" if len(running.live) == 1 else f"{len(running.live)} workers"
     logged = signal_line(agent, event, f"stopping {workers}", agent.times.stop_grace_s)
@@ -158,15 +157,10 @@ def tick(agent: Agent, running: Running, _event: events.Tick, now_s: float) -> S
         stopping = Stopping.of(running, now_s, agent.times.stop_grace_s, lost)
         text = "stopping: the head, which serves the job's store, and its ranks are lost"
         return stop_broken(agent, stopping, (Log(text, "error"),))
-    agent, logged = log_waits(agent, now_s)
     held = running.held
     if held is None or now_s < held.until_s:
-        agent, actions = _past_limits(agent, running, now_s)
-    elif held.failure:
-        agent, actions = _fail(agent, running, held.failure, now_s)
-    else:
-        agent, actions = clear_up(agent, _done(running, now_s))
-    return agent, (*logged, *actions)
+        return _past_limits(agent, running, now_s)
+    return _fail(agent, running, held.failure, now_s) if held.failure else clear_up(agent, _done(running, now_s))
 
 
 def due_s(running: Running) -> float | None:

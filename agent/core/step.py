@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from signal import SIGINT
 from typing import Any, Generic, TypeVar
 
 from elaunch.agent.core import events, membership, running, stopping, store_outage
 from elaunch.agent.core.actions import Log
 from elaunch.agent.core.membership import attend
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Step, Stopping
-from elaunch.agent.core.store_outage import gives_up_at_s
+from elaunch.agent.core.store_outage import gives_up_at_s, log_waits
 from elaunch.rendezvous.types import Outcome
 
 P = TypeVar("P")
@@ -32,7 +33,6 @@ NO_WORKERS = Ignored("no worker of this node runs")
 ALL_DONE = Ignored("all workers of this node have exited with 0")
 UNCLEARED = Ignored("a newer generation is joined when all is cleared")
 NONE_LEFT = Ignored("the last worker has exited")
-OVER = Ignored("this agent has exited")
 UNBROKEN = Ignored("no peer has failed, so this worker is still needed")
 HAS_GRACE = Ignored("the stop's own deadline covers this worker")
 FORMING = Ignored("another generation is about to start, or the job ends")
@@ -52,7 +52,6 @@ class Row(Generic[E]):
     stopping: Handler[Stopping, E]
     clearing: Handler[Clearing, E]
     finished: Handler[Finished, E]
-    exited: Handler[Exited, E] = OVER
 
 
 def _alike(event: type[E], handler: Handler[Any, E]) -> Row[E]:
@@ -97,7 +96,6 @@ TABLE: Mapping[type[Phase], Mapping[type[events.Event], Handler[Any, Any]]] = {
     Stopping: {row.event: row.stopping for row in ROWS},
     Clearing: {row.event: row.clearing for row in ROWS},
     Finished: {row.event: row.finished for row in ROWS},
-    Exited: {row.event: row.exited for row in ROWS},
 }
 
 
@@ -106,11 +104,18 @@ def step(agent: Agent, event: events.Event, now_s: float) -> Step:
     phase = agent.phase
     if isinstance(phase, Exited) or _is_of_another_generation(phase, event):
         return agent, ()
+    if isinstance(event, events.Signalled) and event.is_order and agent.is_interrupted:
+        # A second SIGINT would kill workers that are saving.
+        return agent, ()
     if isinstance(event, events.SnapshotChanged):
         agent, actions = _follow_store(replace(agent, snapshot=event.snapshot), now_s)
         unreadable = (Log(f"{sentence}; continuing without it", "warning") for sentence in event.snapshot.unreadable)
         return agent, (*unreadable, *actions)
+    agent, logged = log_waits(agent, now_s) if isinstance(event, events.Tick) else (agent, ())
     agent, actions = TABLE[type(phase)][type(event)](agent, phase, event, now_s)
+    actions = (*logged, *actions)
+    if isinstance(event, events.Signalled) and event.signum == SIGINT:
+        agent = replace(agent, is_interrupted=True)
     if not _is_sync_point(agent, phase, event, now_s):
         return agent, actions
     agent, more = _follow_store(replace(agent, lead_at_s=None) if isinstance(event, events.Tick) else agent, now_s)

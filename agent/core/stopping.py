@@ -19,7 +19,7 @@ from elaunch.agent.core.actions import (
     StopAtStepBoundary,
     StopReason,
 )
-from elaunch.agent.core.membership import end_of_own_run, join_again, leave, outcome_in_store, take_signal, withdraw
+from elaunch.agent.core.membership import end_of_own_run, join_again, leave, outcome_in_store, withdraw
 from elaunch.agent.core.state import (
     Agent,
     Clearing,
@@ -32,7 +32,7 @@ from elaunch.agent.core.state import (
     WorkerStatus,
     exit_with,
 )
-from elaunch.agent.core.store_outage import log_waits, note_idle
+from elaunch.agent.core.store_outage import note_idle
 from elaunch.agent.diagnosis.causes.table import explained
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.rendezvous.rules import transactions
@@ -250,12 +250,9 @@ def service_lost(agent: Agent, stopping: Stopping, event: events.ServiceLost, _:
 
 def signalled(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
     """Leave the job, or end it for all nodes (SIGINT), after the stop; a second SIGINT kills the workers now."""
-    if event.is_order and agent.is_interrupted:
-        return agent, ()
     if event.signum == SIGINT and agent.is_interrupted:
         logged = Log("SIGINT again: killing the workers now")
         return (agent, ()) if stopping.mode is Mode.KILLING else _kill(agent, stopping, now_s, logged)
-    agent = take_signal(agent, event)
     if stopping.then is None:
         return _leave_after(agent, stopping, event, now_s)
     return _end_too(agent, stopping, event, now_s) if event.signum == SIGINT else (agent, ())
@@ -263,12 +260,6 @@ def signalled(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: 
 
 def tick(agent: Agent, stopping: Stopping, _: events.Tick, now_s: float) -> Step:
     """Act at a deadline: the step boundary's, the grace's; SIGKILL, then another fork server."""
-    agent, logged = log_waits(agent, now_s)
-    agent, actions = _escalate(agent, stopping, now_s)
-    return agent, (*logged, *actions)
-
-
-def _escalate(agent: Agent, stopping: Stopping, now_s: float) -> Step:
     grace_s = agent.times.stop_grace_s
     if stopping.until_s is not None and now_s >= stopping.until_s:
         late = stopping.on_the_way
@@ -378,12 +369,9 @@ def clearing_signalled(agent: Agent, clearing: Clearing, event: events.Signalled
 
     Where all workers exited with 0, that is reported first.
     """
-    if event.is_order and agent.is_interrupted:
-        return agent, ()
     if event.signum == SIGINT and agent.is_interrupted:
         # Only output is left, and its reader does not read it.
         return exit_with(agent, clearing.then) if clearing.then else (agent, ())
-    agent = take_signal(agent, event)
     newest, actions = agent.snapshot.generation, Actions()
     match clearing:
         case Clearing(then=None, is_done=True) if newest and newest.number == clearing.table.generation:
@@ -403,11 +391,10 @@ def clearing_signalled(agent: Agent, clearing: Clearing, event: events.Signalled
 
 def clearing_tick(agent: Agent, clearing: Clearing, _: events.Tick, now_s: float) -> Step:
     """Stop waiting for output if the agent is to exit."""
-    agent, logged = log_waits(agent, now_s)
     if clearing.then is None or now_s < clearing.until_s:
-        return agent, logged
+        return agent, ()
     # Only output is left, and its reader does not read it.
-    return replace(agent, phase=Exited(clearing.then)), logged
+    return exit_with(agent, clearing.then)
 
 
 def cleared(agent: Agent, clearing: Clearing, event: events.Cleared, now_s: float) -> Step:

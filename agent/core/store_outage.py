@@ -72,14 +72,15 @@ def given_up(agent: Agent, now_s: float) -> Outcome | None:
 
 
 def tick(agent: Agent, _phase: Joining | Finished, _event: Tick, now_s: float) -> Step:
-    """Log what this node waits for; give up on a store that fails for too long."""
-    if outcome := given_up(agent, now_s):
-        return exit_with(agent, outcome)
-    return log_waits(agent, now_s)
+    """Give up on a store that fails for too long."""
+    outcome = given_up(agent, now_s)
+    return exit_with(agent, outcome) if outcome else (agent, ())
 
 
 def log_waits(agent: Agent, now_s: float) -> Step:
-    """Log what this node has long waited for, and what is wrong with the store."""
+    """Log what this node has long waited for, and what is wrong with the store, unless it is given up now."""
+    if given_up(agent, now_s):
+        return agent, ()
     agent, actions = log_wait(agent, now_s)
     if agent.reach.log_at_s is not None and now_s >= agent.reach.log_at_s:
         actions = (*actions, Log(_outage_text(agent, now_s), "warning"))
