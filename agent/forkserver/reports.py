@@ -39,15 +39,9 @@ def prepare_fresh(loaded_at_start: Collection[str], prepare_collectives: Callabl
     imported already, and for what docs/fidelity.md lists. `prepare_collectives` is `collectives.prepare`.
     """
     _, crash_fd, pythonpath, reports_exit = os.environ.pop(_VARIABLE).split()
-    hook_dir = sys.path.pop(0)
-    sys.path_importer_cache.pop(hook_dir, None)
-    del sys.modules["sitecustomize"]
+    hook_dir = sys.path[0]
     rest = os.environ["PYTHONPATH"].removeprefix(hook_dir).removeprefix(os.pathsep)
-    if pythonpath == "unset":
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = rest
-
+    leave_hook(hook_dir, None if pythonpath == "unset" else rest)
     try:
         report_crash(int(crash_fd))
         if reports_exit == "1":
@@ -60,6 +54,17 @@ def prepare_fresh(loaded_at_start: Collection[str], prepare_collectives: Callabl
         del sys.modules[name]
     python: Any = site
     python.execsitecustomize()
+
+
+def leave_hook(hook_dir: str, pythonpath: str | None) -> None:
+    """Undo what made Python import elaunch's sitecustomize. `pythonpath` is the user's, None if it was not set."""
+    sys.path.remove(hook_dir)
+    sys.path_importer_cache.pop(hook_dir, None)
+    del sys.modules["sitecustomize"]
+    if pythonpath is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = pythonpath
 
 
 def report_crash(fd: int) -> None:

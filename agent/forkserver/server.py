@@ -16,14 +16,13 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from elaunch.agent.forkserver import after_fork, child, warm, wire
+from elaunch.agent.forkserver import after_fork, child, reports, warm, wire
 from elaunch.agent.forkserver.after_fork import HiddenModules
 from elaunch.agent.forkserver.preload import Unfaithful, default_of, open_files, preload
 from elaunch.agent.forkserver.wire import BOOT_VARIABLE, HOOK_DIR, SERVER_NAME, Boot
@@ -53,13 +52,7 @@ def main(loaded_at_start: Collection[str]) -> None:
     `loaded_at_start` are the modules of a bare interpreter.
     """
     boot = Boot.read(int(os.environ.pop(BOOT_VARIABLE)))
-    sys.path.remove(HOOK_DIR)
-    sys.path_importer_cache.pop(HOOK_DIR, None)
-    del sys.modules["sitecustomize"]
-    if boot.pythonpath is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = boot.pythonpath
+    reports.leave_hook(HOOK_DIR, boot.pythonpath)
     environment, cpus = dict(os.environ), os.sched_getaffinity(0)
     mask, control = _settle(boot)
     imports = warm.Imports(boot.program.target) if boot.facts else None
