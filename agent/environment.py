@@ -49,13 +49,7 @@ def outside(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_variables(
-    table: RankTable,
-    group_rank: int,
-    local_rank: int,
-    *,
-    agent_store: bool,
-    error_file: str,
-    memory: str,
+    table: RankTable, group_rank: int, local_rank: int, *, agent_store: bool, error_file: str, memory: str
 ) -> dict[str, str]:
     """The variables of one worker, on top of those of all workers.
 

@@ -60,7 +60,7 @@ def credentials(connection: socket) -> tuple[int, int]:
 
 def catches(pid: int, signum: int) -> bool:
     """Whether that process has a handler for the signal; False if it has exited."""
-    return bool(int(_status(pid, "SigCgt") or "0", 16) >> (signum - 1) & 1)
+    return bool(int(status(pid, "SigCgt") or "0", 16) >> (signum - 1) & 1)
 
 
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread | None:
@@ -154,17 +154,12 @@ def memory_file(name: str, text: str, *, outlives_exec: bool = False) -> int:
 
 def state(pid: int) -> str:
     """The letter of that process's state in /proc: R, S, D, T, t, Z; empty if the process has exited."""
-    return _status(pid, "State")[:1]
-
-
-def name(pid: int) -> str:
-    """The name of that process's main thread, of 15 bytes at most; empty if the process has exited."""
-    return _status(pid, "Name")
+    return status(pid, "State")[:1]
 
 
 def parent(pid: int) -> int:
     """The pid of that process's parent; 0 if it has exited."""
-    return int(_status(pid, "PPid") or "0")
+    return int(status(pid, "PPid") or "0")
 
 
 def children(pid: int) -> list[int]:
@@ -189,8 +184,11 @@ def descendants(pid: int, most: int = 64) -> list[int]:
     return found
 
 
-def _status(pid: int, field: str) -> str:
-    """The value of that field of /proc/PID/status; empty if the process has exited."""
+def status(pid: int, field: str) -> str:
+    """The value of that field of /proc/PID/status; empty if the process has exited.
+
+    `Name` is that of the main thread, of 15 bytes at most.
+    """
     try:
         # Without pathlib, which takes longer than the kernel: a restart reads this of each worker.
         with open(f"/proc/{pid}/status", "rb", 0) as file:  # noqa: PTH123

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.wire import PROCESS_NAME, SERVER_NAME, Boot
-from elaunch.agent.linux import credentials, name, text_of
+from elaunch.agent.linux import credentials, status, text_of
 from elaunch.rendezvous.format import plain
 from elaunch.rendezvous.types import Program
 
@@ -236,7 +236,7 @@ class ForkServer:
                 self._process.wait(_EXIT_S)
             self._process.kill()
             return self._process.wait()
-        if name(self.pid) == SERVER_NAME:
+        if status(self.pid, "Name") == SERVER_NAME:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         return -signal.SIGKILL
@@ -344,7 +344,7 @@ def stop(path: Path) -> bool:
         connection.setblocking(False)
         is_there = connection.connect_ex(os.fspath(path)) == 0
         pid, uid = credentials(connection) if is_there else (0, os.geteuid())
-    if uid != os.geteuid() or (is_there and name(pid) != PROCESS_NAME):
+    if uid != os.geteuid() or (is_there and status(pid, "Name") != PROCESS_NAME):
         raise Cold(f"{path} is a socket of the process {pid} of the user with id {uid}; remove it")
     if is_there:
         with suppress(ProcessLookupError):

@@ -92,7 +92,9 @@ class RunDir:
             _point_to(logs)
             self.logs = Path(normal_path(str(logs.absolute())))
         else:
-            self.private = self._private()
+            self.private = next(_made(self._places.private), None)
+            if self.private is None:
+                self.warn("no temporary folder can be written; exceptions are read from the workers' output instead")
 
     @property
     def root(self) -> Path | None:
@@ -118,9 +120,7 @@ class RunDir:
 
     def socket_folders(self) -> Iterator[Path]:
         """Private folders for the agent's socket, each made when it is needed; the first that works is kept."""
-        for place in self._places.socket:
-            with suppress(OSError):
-                yield _make_private(place)
+        return _made(self._places.socket)
 
     def generation(self, generation: int) -> Path | None:
         """The generation's folder."""
@@ -151,13 +151,6 @@ class RunDir:
             return None
         return path.absolute()
 
-    def _private(self) -> Path | None:
-        for place in self._places.private:
-            with suppress(OSError):
-                return _make_private(place)
-        self.warn("no temporary folder can be written; exceptions are read from the workers' output instead")
-        return None
-
 
 def _point_to(logs: Path) -> None:
     """Point the link `latest` beside a run's folder to it. If several runs start at once, one wins.
@@ -172,6 +165,12 @@ def _point_to(logs: Path) -> None:
                 making.replace(link)
             except OSError:
                 making.unlink()
+
+
+def _made(places: Iterable[str]) -> Iterator[Path]:
+    for place in places:
+        with suppress(OSError):
+            yield _make_private(place)
 
 
 def _make_private(place: str) -> Path:

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -54,6 +55,11 @@ _LINK_BYTES_MAX = 1 << 16
 # The most characters of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
 _TEXT_MAX, _NAME_MAX = 2000, 100
 _STEP_END = 1 << 63
+_STAGES: Mapping[str, Callable[[int, int, int], LinkEvent]] = {
+    "saving": WorkerSaving,
+    "saved": WorkerSaved,
+    "stopped": WorkerStopped,
+}
 # A program that runs on for longer after losing a peer does not exit because of it.
 _LOST_S = 10.0
 _FDS_MAX = 4
@@ -167,12 +173,8 @@ class Link:
                 self._mark(_plain(name), at_s)
             case {"event": "listens", "stop": bool(stop), "peer_failed": bool(peer_failed)}:
                 self.messages.append(WorkerListens(*where, to_stop=stop, to_failure=peer_failed))
-            case {"event": "saving", "step": int(step)}:
-                self.messages.append(WorkerSaving(*where, step))
-            case {"event": "saved", "step": int(step)}:
-                self.messages.append(WorkerSaved(*where, step))
-            case {"event": "stopped", "step": int(step)}:
-                self.messages.append(WorkerStopped(*where, step))
+            case {"event": ("saving" | "saved" | "stopped") as stage, "step": int(step)}:
+                self.messages.append(_STAGES[stage](*where, step))
             case {"event": "error", "call": str(call), "exception": str(exception), "message": str(text)}:
                 if is_peer_lost(exception, text):
                     self.lost = Raised(exception, _plain(text), "", "", call=_plain(call)[:_NAME_MAX])
