@@ -30,7 +30,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -44,6 +44,7 @@ from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.core.timeline import NO_GENERATION, SCHEMA_VERSION, Entry, announcements, entries
 from elaunch.agent.output.run_dir import TIMELINE, Timeline
 from elaunch.agent.serve.event_hook import EventHook
+from elaunch.agent.serve.kubeflow import VARIABLES, ProgressPoster
 from elaunch.agent.serve.status_server import LocalSocket, StatusServer
 from elaunch.agent.session.session import Session
 from elaunch.agent.session.store_view import JobStore, LocalHost
@@ -162,13 +163,22 @@ class Loop:
         self._run_dir = run_dir
         if metrics:
             self._serve_metrics(metrics)
+        self._poster: ProgressPoster | None = None
+        if all(map(config.environment.get, VARIABLES)):
+            self._poster = ProgressPoster(config.environment, warn)
+            self._timeline.observers.append(self._post_progress)
+
+    def _post_progress(self, event: str, fields: Mapping[str, object], now_s: float) -> None:
+        """Post progress if this node leads: all nodes are at the same step."""
+        if event == "progress" and self._agent.leads and self._poster:
+            self._poster.offer(fields, now_s)
 
     def _serve_metrics(self, listener: socket.socket) -> None:
         # prometheus_client is optional.
         from elaunch.agent.serve.metrics import NodeState, RunCounters, serve, url
 
         counters, started_at = RunCounters(time.monotonic()), time.time()
-        self._timeline.count = counters.count
+        self._timeline.observers.append(counters.count)
 
         def read() -> NodeState:
             workers = self._workers
@@ -204,6 +214,8 @@ class Loop:
         finally:
             listening.close()
             self._fork_server.stop()
+            if self._poster:
+                self._poster.close()
             self._session.close(_FLUSH_S, _OUTLAST_S if self._served_pid is not None else 0.0)
         self._inbox.release()
         return outcome

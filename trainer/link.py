@@ -34,12 +34,12 @@ _REASON_CHARS_MAX = 2000
 _STDERR = 2
 
 
-def report(step: int) -> None:
-    """Report that optimizer step `step` is complete. Call it after each step, from one thread.
+def report(step: int, total: int = 0) -> None:
+    """Report that optimizer step `step`, of `total` if that is known, is complete. Call it after each, from one thread.
 
     Never waits and never raises. A step that follows too soon after the last reported one is left out.
     """
-    _open_link().send_step(step, time.monotonic())
+    _open_link().send_step(step, time.monotonic(), total)
 
 
 def phase(name: str) -> None:
@@ -176,14 +176,14 @@ class _Link:
         self._sent_step = -1
         self._thread: threading.Thread | None = None
 
-    def send_step(self, step: int, now_s: float) -> None:
+    def send_step(self, step: int, now_s: float, total: int = 0) -> None:
         self.step = step
         if now_s >= self._next_s:
             self._next_s = now_s + _PAUSE_S
             # The agent reads steps once a second, so the first one carries the time at which it was complete.
             when = {"monotonic_s": round(now_s, 6)} if self._sent_step < 0 else {}
             self._sent_step = step
-            self.send(_line(event="progress", step=step, **when))
+            self.send(_line(event="progress", step=step, **when, **({"total": total} if total > 0 else {})))
 
     def send_last_step(self) -> None:
         """At the end of the program: a failure is reported with the step after which it came."""

@@ -226,7 +226,7 @@ class Timeline:
     """`timeline.jsonl` in `folder`; without a folder nothing is written.
 
     `later` runs the writing in another thread: a slow disk must not block the agent's loop. `warn` is called for a disk
-    error, after which no more is written. `count`, if set, is called with each event, its fields and its time on the
+    error, after which no more is written. Each of `observers` is called with each event, its fields and its time on the
     monotonic clock.
     """
 
@@ -235,7 +235,7 @@ class Timeline:
     ) -> None:
         self._file = LogFile(str(folder / TIMELINE), warn) if folder else None
         self._later = later
-        self.count: Callable[[str, Mapping[str, object], float], None] | None = None
+        self.observers: list[Callable[[str, Mapping[str, object], float], None]] = []
 
     def stamp(self, generation: int, event: str, **fields: object) -> None:
         """Record that `event` happens now. May be called from any thread. The values of `fields` have a JSON form.
@@ -243,8 +243,8 @@ class Timeline:
         `at` is the wall clock (s), for people; `monotonic_s` is CLOCK_MONOTONIC, which every process of a host shares.
         """
         now_s = time.monotonic()
-        if self.count:
-            self.count(event, fields, now_s)
+        for observe in self.observers:
+            observe(event, fields, now_s)
         file = self._file
         if file is None:
             return

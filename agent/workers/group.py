@@ -281,6 +281,8 @@ class LinkMonitor:
             self.steps_per_s = 0.0
             return
         fields: dict[str, object] = {"first_rank": self._group.rank(0), "steps": steps}
+        if (total := max(link.total for link in links)) > 0:
+            fields["total"] = total
         if self._stamped_s is None:
             # Only the first step of each rank shows what was restored or lost, not its newest.
             fields["first_steps"] = [link.first_step for link in links]

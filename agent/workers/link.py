@@ -82,13 +82,13 @@ class Note(NamedTuple):
 class Link:
     """The agent's end of one worker's link.
 
-    `step` is the newest step that the worker reported, `first_step` the first, and `phase` the newest phase. `reports`
-    counts the reports of both; `step_times` is sampled from them. `raised`: its program ended with an exception.
-    `reached_store`: whether its program had made its process group; None until the program has ended. `has_had_group`:
-    it has made one. `left_s` is when it left its newest process group, `lost` the error that reported a lost peer of
-    that group, at `lost_s`, and `ended_s` when its program ended (0 if that is not known). `refused` is why it refused
-    to run, if it did. `messages` are events for the agent's core, notes for the log and marks for the timeline.
-    `recorder` polls the worker's collectives, while it has a process group.
+    `step` is the newest step that the worker reported, `first_step` the first, `total` the last one of its training (0
+    if unknown), and `phase` the newest phase. `reports` counts the reports of both; `step_times` is sampled from them.
+    `raised`: its program ended with an exception. `reached_store`: whether it had made its process group; None until
+    the program has ended. `has_had_group`: it has made one. `left_s` is when it left its newest process group, `lost`
+    the error that reported a lost peer of that group, at `lost_s`, and `ended_s` when its program ended (0 if that is
+    not known). `refused` is why it refused to run, if it did. `messages` are events for the agent's core, notes for the
+    log and marks for the timeline. `recorder` polls the worker's collectives, while it has a process group.
     """
 
     generation: int
@@ -96,6 +96,7 @@ class Link:
     socket: socket.socket
     step: int = -1
     first_step: int = -1
+    total: int = 0
     phase: str = ""
     reports: int = 0
     step_times: StepTimes = field(default_factory=StepTimes)
@@ -158,11 +159,11 @@ class Link:
 
     def _take(self, message: object) -> None:
         where = (self.generation, self.local_rank)
-        if not isinstance(message, dict) or not _is_step(message.get("step", 0)):
+        if not isinstance(message, dict) or not all(_is_step(message.get(name, 0)) for name in ("step", "total")):
             return
         match message:
             case {"event": "progress", "step": int(step)}:
-                self.step, self.reports = step, self.reports + 1
+                self.step, self.reports, self.total = step, self.reports + 1, message.get("total", self.total)
                 if self.first_step < 0:
                     self.first_step = step
                     if isinstance(at_s := message.get("monotonic_s"), float):

@@ -99,6 +99,8 @@ class GuardedState:
         self.is_changing = False
         self._is_stored = self._has_reported_draws = False
         self._commits = 0
+        # The last step of the training, 0 if that is not known.
+        self.total = 0
         # Whether it was checked that a restart can restore what the last commit has made.
         self.is_checked = True
         self._guard = MutationGuard(training.live_tensors)
@@ -245,7 +247,7 @@ class GuardedState:
                 self._left.commit_ended()
                 self._longest_s = max(self._longest_s, time.monotonic() - self._begun_s)
                 self._copies.done(self.version)
-                link.report(self.version.step)
+                link.report(self.version.step, self.total)
         except NotPlain as error:
             self._refuse(f"step {self.next_version.step} is not committed: {error}")
         finally:

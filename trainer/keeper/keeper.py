@@ -272,6 +272,8 @@ class Keeper:
         has_steps = self._loops.begin(total, self.step)
         self._begun_step = -1
         self._sync.begin(total)
+        # An epoch's loop is within that of all epochs.
+        self._state.total = max(self._state.total, total)
         if not has_steps and self.step == self._loops.end_of(total):
             self._training.settings.are_the_programs()
         try:

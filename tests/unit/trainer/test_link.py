@@ -59,10 +59,12 @@ def test_a_step_is_one_json_line_and_the_first_one_has_the_time_it_was_complete(
     line = link._open_link()
     line.send_step(7, now_s=1.5)
     line.send_step(8, now_s=2.5)
+    line.send_step(9, now_s=3.5, total=400)
 
-    first, second = received(agent).splitlines(keepends=True)
+    first, second, third = received(agent).splitlines(keepends=True)
     assert first == b'{"event": "progress", "step": 7, "monotonic_s": 1.5}\n'
     assert second == b'{"event": "progress", "step": 8}\n'
+    assert third == b'{"event": "progress", "step": 9, "total": 400}\n'
 
 
 def test_the_last_step_is_reported_at_the_programs_end_if_it_was_left_out(agent: socket.socket) -> None:

@@ -28,7 +28,7 @@ from elaunch.trainer.link import _Link as WorkersLink
 from tests.fuzzing import EXAMPLES, NESTED, PLAIN, TEXTS, VALUES, bounded
 
 EVENTS = ("progress", "phase", "listens", "saving", "saved", "stopped", "note", "ended", "peer_failed", "stacks", "?")
-NAMES = ("step", "name", "stop", "peer_failed", "text", "raised", "reached_store", "reason", "generation")
+NAMES = ("step", "total", "name", "stop", "peer_failed", "text", "raised", "reached_store", "reason", "generation")
 MESSAGES = (
     st.builds(
         lambda event, fields: json.dumps({"event": event, **fields}).encode(),

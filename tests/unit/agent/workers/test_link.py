@@ -35,7 +35,9 @@ def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Li
     link, worker = pair
 
     send(worker, event="listens", stop=True, peer_failed=False)
+    send(worker, event="progress", step=5, total=9)
     send(worker, event="progress", step=6)
+    send(worker, event="progress", step=7, total=True)
     send(worker, event="phase", name="evaluating")
     send(worker, event="stopped", step=7)
     send(worker, event="saving", step=8)
@@ -51,7 +53,7 @@ def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Li
         WorkerSaved(4, 0, 8),
         WorkerEnded(4, 0, 2.5, raised=True),
     ]
-    assert (link.step, link.phase, link.reports) == (6, "evaluating", 2)
+    assert (link.step, link.total, link.phase, link.reports) == (6, 9, "evaluating", 3)
 
 
 def test_what_comes_behind_a_descriptor_is_read_with_it(pair: tuple[Link, socket.socket]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from elaunch.trainer import link
 from elaunch.trainer.integrations import KeptEpochs
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state import Version
@@ -104,6 +105,19 @@ def test_epochs_continue_where_they_were_and_what_ends_an_epoch_is_done_again(
     assert [step for _, step in calm[1].values()] == [3, 6]
     assert found[1].items() <= calm[1].items()
     assert 1 in found[1]
+
+
+def test_the_last_step_of_all_epochs_is_reported_with_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[tuple[int, int]] = []
+    monkeypatch.setattr(link, "report", lambda *step: reported.append(step))
+    job = Job()
+
+    with job.keeper:
+        for _, steps in job.keeper.epochs(2, 3):
+            for step in steps:
+                job.train(step)
+
+    assert reported == [(step, 6) for step in range(1, 7)]
 
 
 def test_a_loop_that_was_left_ends_at_the_same_step_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
