@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from tests.ecosystem.registry import FOLDER, Program
-from tests.harness import Job, wait_for
+from tests.harness import COMMAND, Job, wait_for
 
 _STEP = re.compile(r"step (\d+) rank (\d+) pid (\d+) at ([\d.]+)\n")
 # torch.compile's cache, which the next run uses. torch makes the folder with the first optimizer, also in plain Python.
@@ -45,10 +45,10 @@ class Place:
         self.memory.mkdir()
         self.cache = folder / "cache"
 
-    def job(self, *options: str, env: Mapping[str, str] | None = None) -> Job:
+    def job(self, *options: str, env: Mapping[str, str] | None = None, launcher: Sequence[str] = COMMAND) -> Job:
         """Start the program there."""
         prefix = ("unshare", "--mount", "sh", "-c", _OWN_MEMORY, str(self.memory)) if os.geteuid() == 0 else ()
-        words = ("--nproc-per-node", str(self.program.workers), *options, *self.program.words)
+        words = (*launcher, "--nproc-per-node", str(self.program.workers), *options, *self.program.words)
         own = {
             "TMPDIR": str(self.temporary),
             "XDG_CACHE_HOME": str(self.cache),
@@ -60,7 +60,7 @@ class Place:
             "PET_VERBOSE": "1",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        return Job(self.folder, *words, env={**own, **(env or {})}, prefix=prefix)
+        return _Started(self.folder, *words, env={**own, **(env or {})}, prefix=prefix)
 
     def left(self) -> list[str]:
         """What is left in the temporary folder and in shared memory, but for what the library leaves on purpose."""
@@ -72,6 +72,10 @@ class Place:
     def remove(self) -> None:
         """Remove the temporary folder. The rest is the test's own."""
         shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+class _Started(Job):
+    command = ()
 
 
 def steps(job: Job) -> list[Step]:
