@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -50,6 +51,8 @@ _BACKLOG = 64
 # A client that does not read its response is dropped after this long.
 _READ_S = 5.0
 _LIVE = ("running", "stopped")
+# Sends the response, and returns whether the client is connected.
+Reply = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
@@ -99,42 +102,36 @@ class QueryQueue:
         return replace(self, waiting=None, due_s=None, answered_s=now_s), self.waiting
 
 
-class LocalRequest:
-    """One request on the socket, and its reply; `topic` is its query. Any thread may call `reply`, once."""
+def _reply(connection: socket.socket, text: str) -> bool:
+    """Send one line and close; return whether the client is connected. Any thread may call it, once.
 
-    def __init__(self, topic: str, connection: socket.socket) -> None:
-        self.topic = topic
-        self._connection = connection
+    A thread sends what the socket does not take immediately.
+    """
+    data = text.encode() + b"\n"
 
-    def reply(self, text: str) -> bool:
-        """Send one line and close; return whether the client is connected.
+    def send_rest() -> None:
+        with connection, suppress(OSError):
+            connection.settimeout(_READ_S)
+            connection.sendall(data[sent:])
 
-        A thread sends what the socket does not take immediately.
-        """
-        data = text.encode() + b"\n"
-        try:
-            sent = self._connection.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except OSError:
-            self._connection.close()
-            return False
-        if sent == len(data) or not start_thread(lambda: self._send(data[sent:]), "elaunch-reply"):
-            self._connection.close()
-        return True
-
-    def _send(self, rest: bytes) -> None:
-        with self._connection, suppress(OSError):
-            self._connection.settimeout(_READ_S)
-            self._connection.sendall(rest)
+    try:
+        sent = connection.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    except OSError:
+        connection.close()
+        return False
+    if sent == len(data) or not start_thread(send_rest, "elaunch-reply"):
+        connection.close()
+    return True
 
 
 class LocalSocket:
     """The listening socket, in the first of `folders` that takes one. `path` is None where none does.
 
-    The loop calls `handle` for each request.
+    The loop calls `handle(topic, reply)` for each request.
     """
 
     def __init__(
-        self, folders: Iterable[Path], selector: selectors.BaseSelector, handle: Callable[[LocalRequest], None]
+        self, folders: Iterable[Path], selector: selectors.BaseSelector, handle: Callable[[str, Reply], None]
     ) -> None:
         self._selector = selector
         self._handle = handle
@@ -205,7 +202,7 @@ class LocalSocket:
         if topic is None:
             connection.close()
         else:
-            self._handle(LocalRequest(topic, connection))
+            self._handle(topic, partial(_reply, connection))
 
     def _forget(self, connection: socket.socket) -> socket.socket:
         self._selector.unregister(connection)
@@ -278,45 +275,44 @@ class StatusServer:
         agent = self._agent()
         if query is None or query.lease in (agent.membership.lease, agent.snapshot.lease):
             return
-        keys, node_id = agent.snapshot.keys, agent.me.node_id
+        respond = partial(post_response, agent.snapshot.keys, query, agent.me.node_id)
         if query.topic.is_order:
             if agent.leads:
                 event, response = order(agent, query.topic)
                 # The response is written only while the client waits for it, and the store may go with the job.
-                text = encode(response)
-                self._offer(post_response(keys, query, node_id, text), lambda: event and self._post(event))
+                self._offer(respond(encode(response)), lambda: event and self._post(event))
         elif query.topic is Topic.STATUS:
             text = self._status(now_s)
             if len(text) <= RESPONSE_BYTES_MAX:
-                self._offer(post_response(keys, query, node_id, text), None)
-        elif not self._take_stacks(lambda text: self._offer(post_response(keys, query, node_id, text), None)):
+                self._offer(respond(text), None)
+        elif not self._take_stacks(lambda text: self._offer(respond(text), None)):
             self._queue = self._queue.postponed(query, now_s)
 
-    def handle(self, request: LocalRequest) -> None:
+    def handle(self, topic: str, reply: Reply) -> None:
         """Answer a process of this host."""
         now_s = time.monotonic()
         self._allowance, is_allowed = self._allowance.take(now_s)
         if not is_allowed:
-            request.reply(_refusal("it has too many queries; try again in a second"))
+            reply(_refusal("it has too many queries; try again in a second"))
             return
-        match request.topic:
+        match topic:
             case "status":
                 job = encode(job_report(self._agent().snapshot))
                 is_remote = "true" if self._locator else "false"
                 status = self._status(now_s)
-                request.reply(f'{{"version":{VERSION},"is_remote":{is_remote},"job":{job},"node":{status}}}')
+                reply(f'{{"version":{VERSION},"is_remote":{is_remote},"job":{job},"node":{status}}}')
             case "stacks":
-                if not self._take_stacks(lambda text: request.reply(f'{{"version":{VERSION},"stacks":{text}}}')):
-                    request.reply(_refusal("it takes the stacks for another query; try again in a second"))
+                if not self._take_stacks(lambda text: reply(f'{{"version":{VERSION},"stacks":{text}}}')):
+                    reply(_refusal("it takes the stacks for another query; try again in a second"))
             case Topic.STOP.value | Topic.RESTART.value:
-                event, response = order(self._agent(), Topic(request.topic))
+                event, response = order(self._agent(), Topic(topic))
                 # A client that has disconnected got no response, and may have acted otherwise.
-                if request.reply(f'{{"version":{VERSION},"order":{encode(response)}}}') and event:
+                if reply(f'{{"version":{VERSION},"order":{encode(response)}}}') and event:
                     self._post(event)
             case "store" if self._locator:
-                request.reply(f'{{"version":{VERSION},"store":{self._locator}}}')
+                reply(f'{{"version":{VERSION},"store":{self._locator}}}')
             case _:
-                request.reply(_refusal(f"it has no query {request.topic[:40]!r}"))
+                reply(_refusal(f"it has no query {topic[:40]!r}"))
 
     def _status(self, now_s: float) -> str:
         report = node_report(self._agent(), os.getpid(), now_s - self._begun_s, self._seen(now_s))

@@ -41,18 +41,6 @@ QUERY = Query("0123456789abcdef", Topic.STATUS, 4711)
 SEEN = WorkersSeen(0, 1.0, tuple(RankReport(local, local, -1, step=3) for local in range(3)))
 
 
-class Received:
-    """What stands in for a loop's `Request`: a query that came by the socket, and its answer."""
-
-    def __init__(self, topic: str) -> None:
-        self.topic = topic
-        self.answer = ""
-
-    def reply(self, text: str) -> bool:
-        self.answer = text
-        return True
-
-
 def ask(driver: Driver, query: Query = QUERY) -> None:
     """Post a query in the driver's store, and sync its agent."""
     driver.store.grant(query.lease, 100)
@@ -98,16 +86,21 @@ def test_a_question_gets_this_nodes_report_on_the_askers_lease_once() -> None:
 
 def test_the_locator_of_the_store_is_given_only_where_there_is_one() -> None:
     driver, way = started(), '{"token":"t"}'
-    with_store, alone, unknown = Received("store"), Received("store"), Received("shutdown")
+    answers: list[str] = []
 
-    answers_of(driver, [], way).handle(with_store)  # type: ignore[arg-type]
-    answers_of(driver, []).handle(alone)  # type: ignore[arg-type]
-    answers_of(driver, [], way).handle(unknown)  # type: ignore[arg-type]
+    def reply(text: str) -> bool:
+        answers.append(text)
+        return True
 
-    assert with_store.answer == '{"version":1,"store":{"token":"t"}}'
-    assert "error" in alone.answer
-    assert "error" in unknown.answer
-    assert "token" not in encode(driver.agent.me) + alone.answer + unknown.answer
+    answers_of(driver, [], way).handle("store", reply)
+    answers_of(driver, []).handle("store", reply)
+    answers_of(driver, [], way).handle("shutdown", reply)
+
+    with_store, alone, unknown = answers
+    assert with_store == '{"version":1,"store":{"token":"t"}}'
+    assert "error" in alone
+    assert "error" in unknown
+    assert "token" not in encode(driver.agent.me) + alone + unknown
 
 
 def test_an_order_is_obeyed_by_the_leader_alone_and_answered_first() -> None:
@@ -194,9 +187,9 @@ class Desk:
             connection.sendall(request)
             return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
-    def _received(self, request: object) -> None:
-        self.topics.append(request.topic)  # type: ignore[attr-defined]
-        request.reply(self.text)  # type: ignore[attr-defined]
+    def _received(self, topic: str, reply: Callable[[str], bool]) -> None:
+        self.topics.append(topic)
+        reply(self.text)
 
     def _run(self) -> None:
         while True:
