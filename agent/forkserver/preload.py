@@ -72,8 +72,12 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
     # Packages of the short list count even if another one imported them: each worker sets its rank in them.
     packages = {_top(name) for name in names} - sys.stdlib_module_names | {"torch", "numpy"} | PACKAGES
     looked_up, at_exit = set[str](), list[AtExit]()
+    python: Any = site
     with _recorded(looked_up, at_exit, ()):
-        _customise()
+        # As Python would have here (Lib/site.py, main).
+        python.execsitecustomize()
+        if site.ENABLE_USER_SITE:
+            python.execusercustomize()
     before, modules, filters = dict(os.environ), set(sys.modules), list(warnings.filters)
     os.environ.update(_WHILE_IMPORTING)
     for variable, value in _UNLESS_SET.items():
@@ -116,14 +120,6 @@ def _names(boot: Boot) -> Iterator[str]:
 
 def _top(name: str) -> str:
     return name.partition(":")[0].partition(".")[0]
-
-
-def _customise() -> None:
-    """Run the user's own sitecustomize and usercustomize, as Python would have here (Lib/site.py, main)."""
-    python: Any = site
-    python.execsitecustomize()
-    if site.ENABLE_USER_SITE:
-        python.execusercustomize()
 
 
 def _import(name: str) -> None:

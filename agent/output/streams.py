@@ -315,13 +315,10 @@ class WorkerStream:
 
     def _pass(self, data: bytes, now_s: float) -> None:
         """Copy `data` to its destinations; the console gets it later if it is held back."""
-        self._copy_needles(data)
-        self._show_on_console(self.fold.take(data, now_s) if self.fold else data)
-
-    def _copy_needles(self, data: bytes) -> None:
         if self.needle_file and self.needles:
             lines = data.splitlines(keepends=True)
             self.needle_file.write(b"".join(line for line in lines if any(n in line for n in self.needles)))
+        self._show_on_console(self.fold.take(data, now_s) if self.fold else data)
 
     def _show_on_console(self, data: bytes) -> None:
         if self.console and data:

@@ -47,23 +47,19 @@ class StoreClient:
         self._ended_early = 0
         # Whether no other incarnation of this agent has a lease.
         self._is_alone = False
-        self._renewal_due_s: float | None = None
+        # When `tick` is due, on the monotonic clock.
+        self.due_s: float | None = None
         self._run_renewal_due_s = 0.0
         # A lease for a run's keys that they may not be attached to.
         self._begun_for_run = 0
 
-    @property
-    def due_s(self) -> float | None:
-        """When `tick` is due, on the monotonic clock."""
-        return self._renewal_due_s
-
     def tick(self, now_s: float) -> bool:
         """Whether the lease is due for renewal: only a live loop keeps it."""
         # Read once: the session's thread may set it meanwhile.
-        due_s = self._renewal_due_s
+        due_s = self.due_s
         if due_s is None or now_s < due_s:
             return False
-        self._renewal_due_s = now_s + self._times.keepalive_s
+        self.due_s = now_s + self._times.keepalive_s
         return True
 
     def begin(self) -> None:
@@ -225,7 +221,7 @@ class StoreClient:
         self._store.grant(lease, self._times.lease_ttl_s)
         self._lease, self._renewed_s = lease, sent_s
         if self._is_remote:
-            self._renewal_due_s = self._host.now() + self._times.keepalive_s
+            self.due_s = self._host.now() + self._times.keepalive_s
             self.view.put_off_read(self._host.now())
         self._post(Leased(lease, f"{self._host.name}-{self._host.draw(32):08x}"))
 
@@ -233,7 +229,7 @@ class StoreClient:
         if lease and lease == self._lease:
             held_s = self._host.now() - self._renewed_s
             self._lease, self._ended_early = 0, lease if held_s < self._times.lease_ttl_s else 0
-            self._renewal_due_s = None
+            self.due_s = None
             self._post(LeaseLost(lease))
 
     def _is_dead_member(self, member: str) -> bool:

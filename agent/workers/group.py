@@ -23,7 +23,7 @@ from elaunch.agent.core.timeline import WorkersSeen
 from elaunch.agent.diagnosis.exit_status import SILENT_S
 from elaunch.agent.diagnosis.samplers import FlightRecorder
 from elaunch.agent.output.run_dir import RunDir, Timeline
-from elaunch.agent.workers.link import Link, Note, StartMark
+from elaunch.agent.workers.link import Link, StartMark
 from elaunch.rendezvous.rules.reports import RankReport
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable
 
@@ -77,9 +77,6 @@ class Worker:
     log_path: str = ""
     is_mixed: bool = False
     failure: Failure | None = None
-
-    def forked(self, pid: int) -> None:
-        self.pid, self.since_s = pid, time.monotonic()
 
     @property
     def lived_s(self) -> float:
@@ -261,8 +258,8 @@ class LinkMonitor:
         messages, link.messages = link.messages, []
         for message in messages:
             match message:
-                case Note(text):
-                    self._reporter.warn_once(text, f"rank {rank}: {text}")
+                case str():
+                    self._reporter.warn_once(message, f"rank {rank}: {message}")
                     continue
                 case StartMark(name, at_s):
                     self._timeline.stamp(link.generation, "marked", **where, name=name, said_s=at_s)

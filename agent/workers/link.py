@@ -72,12 +72,6 @@ class StartMark(NamedTuple):
     at_s: float
 
 
-class Note(NamedTuple):
-    """A sentence of a worker for the log."""
-
-    text: str
-
-
 @dataclass
 class Link:
     """The agent's end of one worker's link.
@@ -87,7 +81,7 @@ class Link:
     `raised`: its program ended with an exception. `reached_store`: whether it had made its process group; None until
     the program has ended. `has_had_group`: it has made one. `left_s` is when it left its newest process group, `lost`
     the error that reported a lost peer of that group, at `lost_s`, and `ended_s` when its program ended (0 if that is
-    not known). `refused` is why it refused to run, if it did. `messages` are events for the agent's core, notes for the
+    not known). `refused` is why it refused to run, if it did. `messages` are events for the agent's core, texts for the
     log and marks for the timeline. `recorder` polls the worker's collectives, while it has a process group.
     """
 
@@ -108,7 +102,7 @@ class Link:
     lost_s: float = 0.0
     ended_s: float = 0.0
     refused: str = ""
-    messages: list[LinkEvent | Note | StartMark] = field(default_factory=list)
+    messages: list[LinkEvent | str | StartMark] = field(default_factory=list)
     rest: bytes = b""
     recorder: FlightRecorder | None = None
 
@@ -184,7 +178,7 @@ class Link:
             case {"event": "refused", "reason": str(reason)}:
                 self.refused = _plain(reason)
             case {"event": "note", "text": str(text)}:
-                self.messages.append(Note(_plain(text)))
+                self.messages.append(_plain(text))
             case {"event": "left", "monotonic_s": float(at_s)}:
                 self.left_s = at_s
             case {"event": "ended", "raised": bool(raised), "reached_store": bool(reached_store)}:

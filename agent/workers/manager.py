@@ -320,7 +320,8 @@ class Workers:
             case "forked" if is_current:
                 self._stamp_process(group, "forked", report)
                 if report["key"] != "store":
-                    group.workers[report["key"]].forked(report["pid"])
+                    worker = group.workers[report["key"]]
+                    worker.pid, worker.since_s = report["pid"], time.monotonic()
             case "signal" if is_current and isinstance(report["key"], int):
                 name = signal.Signals(report["signum"]).name
                 by = f"{name} from rank {group.rank(report['key'])} to its parent process"

@@ -19,7 +19,7 @@ from elaunch.agent.diagnosis.exit_status import (
     parse_traceback,
     with_tail,
 )
-from elaunch.agent.workers.link import Link, Note
+from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.observers import _last_report
 from elaunch.launcher.report import report
 from elaunch.rendezvous.codec import decode, encode
@@ -75,7 +75,7 @@ def test_an_agent_still_reads_a_worker_whatever_that_sent_before(sent: list[byte
         assert link.step == 41
         assert -1 <= link.step < 2**63
         # All of this goes to the log, the timeline and the store.
-        for text in (*(message.text for message in link.messages if isinstance(message, Note)), sentence):
+        for text in (*(message for message in link.messages if isinstance(message, str)), sentence):
             assert len(text.encode()) < 100_000
 
 
