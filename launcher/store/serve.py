@@ -26,13 +26,14 @@ from elaunch.launcher.options.values import listen_address
 from elaunch.launcher.preflight import read_secret
 from elaunch.launcher.store.locate import ETCD_PORT, RendezvousPlan
 from elaunch.launcher.store.token import STORES, TOKEN_LINE, store_token
-from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback, is_meant_locally
+from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback, is_meant_locally, is_unspecified
 from elaunch.rendezvous.secret import Secret, new_token
 
 # A store that is not up after this time has failed.
 START_S = 30.0
 _STOP_S = 5.0
 _BACKLOG = 1024
+_EVERYWHERE = "0.0.0.0"
 _LISTEN = "its address; without HOST all addresses of this host [port 2379]"
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -137,9 +138,9 @@ def listen(endpoint: Endpoint, *, exactly: bool = False) -> socket.socket | None
     """A socket that listens at `endpoint` on this host; None if another program listens there already.
 
     It listens on one address if the host is an address, or a name with one address that other nodes can reach. For any
-    other name the other nodes may know other addresses than this host does, so it listens on all addresses. With
-    `exactly`, a host that is not this one is a UsageError. Without it the host may be a load balancer's, and the
-    socket listens on all addresses.
+    other name the other nodes may know other addresses than this host does, so it listens on all addresses, as for
+    0.0.0.0. With `exactly`, a host that is not this one is a UsageError. Without it the host may be a load balancer's,
+    and the socket listens on all addresses.
     """
     try:
         found = addresses(endpoint.host)
@@ -148,34 +149,27 @@ def listen(endpoint: Endpoint, *, exactly: bool = False) -> socket.socket | None
             raise UsageError(f"nothing can be served at {endpoint}: {error}") from None
         found = []
     is_exact = is_address(endpoint.host) or is_meant_locally(endpoint.host)
-    if found and (is_exact or (len(found) == 1 and not is_loopback(found[0]))):
-        try:
-            return _listener(found[0], endpoint.port)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return None
-            if exactly or error.errno != errno.EADDRNOTAVAIL:
-                raise UsageError(
-                    f"nothing can be served at {endpoint}: {_why(error)}; choose another endpoint"
-                ) from None
-    return listen_everywhere(endpoint.port)
-
-
-def listen_everywhere(port: int) -> socket.socket | None:
-    """A socket that listens on `port` on all addresses; None if another program listens there already."""
+    is_one = len(found) == 1 and not is_loopback(found[0])
+    address = found[0] if found and (is_exact or is_one) and not is_unspecified(found[0]) else ""
     try:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-        return socket.create_server(("", port), backlog=_BACKLOG)
+        return _listener(address, endpoint.port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
-        raise UsageError(f"nothing can be served on port {port}: {_why(error)}; choose another port") from None
+        if address and not exactly and error.errno == errno.EADDRNOTAVAIL:
+            return listen(Endpoint(_EVERYWHERE, endpoint.port))
+        raise UsageError(f"nothing can be served at {endpoint}: {_why(error)}; choose another endpoint") from None
 
 
 def _listener(address: str, port: int) -> socket.socket:
-    family, sockaddr = socket_address(address, port)
-    return socket.create_server(sockaddr[:2] if family == socket.AF_INET else sockaddr, family=family, backlog=_BACKLOG)
+    """A socket that listens on one address, or on all if it is empty. Raises OSError."""
+    if address:
+        family, sockaddr = socket_address(address, port)
+        place = sockaddr[:2] if family == socket.AF_INET else sockaddr
+        return socket.create_server(place, family=family, backlog=_BACKLOG)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 def _why(error: OSError) -> str:
@@ -237,13 +231,12 @@ def _main(ctx: click.Context) -> int:
     """Serve until a signal arrives. Returns the exit code. Raises UsageError and SiteError."""
     file = ctx.params["token_file"]
     token = read_secret(file) if file else ctx.obj.environ.get("ELAUNCH_TOKEN", "").strip()
-    host, port = ctx.params["listen"]
-    endpoint = Endpoint(host, port) if host not in ("", "0.0.0.0", "::") else None
-    listener = listen(endpoint, exactly=True) if endpoint else listen_everywhere(port)
+    endpoint = Endpoint(*ctx.params["listen"])
+    listener = listen(endpoint, exactly=True)
     if listener is None:
-        where = endpoint or f"port {port}"
-        raise UsageError(f"another program listens at {where} already; choose another port with --listen HOST:PORT")
-    host = host if endpoint else (routable_addresses() or ["localhost"])[0]
+        raise UsageError(f"another program listens at {endpoint} already; choose another port with --listen HOST:PORT")
+    is_everywhere = endpoint.host in (_EVERYWHERE, "::")
+    host = (routable_addresses() or ["localhost"])[0] if is_everywhere else endpoint.host
     served_at = Endpoint(host, listener.getsockname()[1])
     server = serve(listener, served_at, token)
     try:
@@ -264,7 +257,7 @@ COMMAND = Command(
     "store",
     _main,
     [
-        own("listen", "HOST:PORT", _LISTEN, listen_address(""), default=("", ETCD_PORT)),
+        own("listen", "HOST:PORT", _LISTEN, listen_address(_EVERYWHERE), default=(_EVERYWHERE, ETCD_PORT)),
         own("token-file", "FILE", "holds the token that every job must know [ELAUNCH_TOKEN, else a new token]"),
     ],
     usage=["[--listen HOST:PORT] [--token-file FILE]"],

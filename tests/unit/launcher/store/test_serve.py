@@ -143,9 +143,9 @@ def test_an_etcd_without_the_token_is_spoken_to_unless_the_job_has_one(version: 
 @pytest.mark.parametrize(
     ("argv", "listens"),
     [
-        ([], ("", 2379)),
-        (["--listen", ":29400"], ("", 29400)),
-        (["--listen=29400"], ("", 29400)),
+        ([], ("0.0.0.0", 2379)),
+        (["--listen", ":29400"], ("0.0.0.0", 29400)),
+        (["--listen=29400"], ("0.0.0.0", 29400)),
         (["--listen", "[fd00::1]:7"], ("fd00::1", 7)),
     ],
 )
