@@ -36,28 +36,21 @@ from elaunch.launcher.report import record, report
 from elaunch.rendezvous.types import Outcome, ProgramKind
 
 
-def main(parent: str, name: str, response: str, call: str, results: str, *argv: str) -> NoReturn:
-    """Run the job of `argv`, which ends with the program unless `call` is given.
-
-    `response`, `call` and `results` are descriptors that `parent` opened: see `launch`. `name` is the entrypoint's.
-    """
+def main(parent: str, name: str, files: str, *argv: str) -> NoReturn:
+    """Run the job of `argv`. `files` are descriptors that `parent` opened: see `launch`. `name` is the entrypoint's."""
     # SIGTERM, so that workers can save. The agent's own death ends the workers in any case.
     die_with_parent(int(parent), signal.SIGTERM)
-    for fd in (response, *filter(None, (call, *results.split(",")))):
+    for fd in files.split(","):
         os.set_inheritable(int(fd), False)
-    files = ""
-    if call:
-        files = f"/proc/{os.getpid()}/fd,{call},{results}"
-        # Nodes compare their programs and arguments, so files of this node are not among them.
-        argv = (*argv, "--module", worker.__name__, name, "${local_rank}")
-    as_command(partial(_run, argv, files, int(response), name))
+    as_command(partial(_run, argv, files, name))
 
 
-def _run(argv: tuple[str, ...], files: str, response: int, name: str) -> int:
+def _run(argv: tuple[str, ...], files: str, name: str) -> int:
+    response = int(files.partition(",")[0])
     # The caller reports a failure that it does not handle to a launcher above it.
     environ = {key: value for key, value in environ_at_start(os.environ).items() if key != "TORCHELASTIC_ERROR_FILE"}
-    if files:
-        environ[worker.VARIABLE] = files
+    if worker.__name__ in argv:
+        environ[worker.VARIABLE] = f"/proc/{os.getpid()}/fd,{files}"
     try:
         # The configuration is complete: the command's variables (PET_…) do not change it, as in torch.
         return run(parse(argv, {}), environ, partial(_report, response, name))

@@ -58,29 +58,25 @@ class launch:
             )
         argv = option_argv(self._config)
         with ExitStack() as opened:
-            response = opened.enter_context(_unnamed_file("response"))
-            results = [opened.enter_context(_unnamed_file("result")) for _ in range(self._config.nproc_per_node)]
-            fds = [file.fileno() for file in (response, *results)]
-            call = ""
+            names = ("response", "call", *["result"] * self._config.nproc_per_node)
+            files = [opened.enter_context(_unnamed_file(each)) for each in names]
+            _, call, *results = files
             if isinstance(self._entrypoint, str):
                 argv += ["--no-python", self._entrypoint, *map(str, args)]
             else:
-                file = opened.enter_context(_unnamed_file("call"))
-                worker.write_call(file, self._entrypoint, args, named)
-                file.flush()
-                fds.append(file.fileno())
-                call = str(file.fileno())
-            numbers = ",".join(str(file.fileno()) for file in results)
-            outcome = self._run(
-                [str(os.getpid()), name, str(response.fileno()), call, numbers, *argv], fds, response, name
-            )
+                worker.write_call(call, self._entrypoint, args, named)
+                call.flush()
+                # Nodes compare their programs and arguments, so files of this node are not among them.
+                argv += ["--module", worker.__name__, name, "${local_rank}"]
+            outcome = self._run(name, argv, files)
             if isinstance(self._entrypoint, str):
                 return {}
             found = (worker.read_value(file, outcome["generation"], name) for file in results)
             return dict(each for each in found if each)
 
-    def _run(self, argv: list[str], fds: list[int], response: IO[bytes], name: str) -> dict[str, Any]:
+    def _run(self, name: str, argv: list[str], files: list[IO[bytes]]) -> dict[str, Any]:
         """Run the job to its end, and return its outcome. Raises as the class does."""
+        fds = [file.fileno() for file in files]
         command = [sys.executable, *interpreter_options(), "-m", "elaunch.launcher.functions.job"]
         environ = dict(os.environ)
         if self._config.log_line_prefix_template is not None:
@@ -88,7 +84,7 @@ class launch:
         is_main = threading.current_thread() is threading.main_thread()
         seen: list[int] = []
         process = subprocess.Popen(
-            [*command, *argv],
+            [*command, str(os.getpid()), name, ",".join(map(str, fds)), *argv],
             stdin=subprocess.DEVNULL,
             env=environ,
             pass_fds=fds,
@@ -105,9 +101,9 @@ class launch:
                 process.wait()
         if signal.SIGINT in seen:
             raise KeyboardInterrupt
-        response.seek(0)
+        files[0].seek(0)
         try:
-            outcome = json.loads(response.read())
+            outcome = json.loads(files[0].read())
         except ValueError:
             # The job was killed before it had written all of it.
             outcome = {}

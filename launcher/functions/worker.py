@@ -29,7 +29,7 @@ def main(name: str, local_rank: str) -> None:
     files = os.environ.pop(VARIABLE, "").split(",")
     if files == [""]:
         sys.exit(f"elaunch: {name} is a function, which only elaunch.launch can run; make the same call on this node")
-    folder, call, *results = files
+    folder, _, call, *results = files
     result = f"{folder}/{results[int(local_rank)]}"
     with open(result, "wb") as file:  # noqa: PTH123
         write_start(file, int(os.environ["RANK"]), int(os.environ["ELAUNCH_GENERATION"]))

@@ -121,7 +121,7 @@ def test_an_interrupted_job_that_has_not_begun_writes_nothing(tmp_path: Path) ->
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
 
     job = subprocess.run(
-        [sys.executable, "-m", "elaunch.launcher.functions.job", str(os.getpid()), "train", "9", "", ""],
+        [sys.executable, "-m", "elaunch.launcher.functions.job", str(os.getpid()), "train", "9"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         check=False,
