@@ -308,7 +308,7 @@ def sampled(agent: Agent, running: Running, event: events.Sampled, _now_s: float
         return agent, ()
     state = hang.after_windows(state, live, event.windows)
     actions: Actions = ()
-    if hang.stacks_are_due(state, _limit(agent, running)):
+    if hang.stacks_are_due(state, agent.times.hang_after_s - confirm_s(agent.times, running.table)):
         state = replace(state, is_sampling=True)
         actions = (TakeStacks(running.table.generation, live),)
     return _report(agent, replace(running, hang_state=state), actions)
@@ -342,13 +342,10 @@ def _awaited(running: Running) -> frozenset[int]:
     return running.live - running.status.returned
 
 
-def _limit(agent: Agent, running: Running) -> hang.HangLimit:
-    return hang.HangLimit(agent.times.hang_after_s, confirm_s(agent.times, running.table))
-
-
 def _report(agent: Agent, running: Running, actions: Actions) -> Step:
     seat, state = running.seat_of(agent.me.node_id), running.hang_state
-    record = hang.record_of(state, seat, running.live, _awaited(running), _limit(agent, running))
+    limit_s = agent.times.hang_after_s, confirm_s(agent.times, running.table)
+    record = hang.record_of(state, seat, running.live, _awaited(running), *limit_s)
     if hang.has_changed(state.recorded, record):
         txn = report_idle(agent.snapshot, agent.me, running.table.generation, record)
         running = replace(running, hang_state=replace(state, recorded=record))

@@ -97,14 +97,6 @@ class Window:
     reported: str = ""
 
 
-@dataclass(frozen=True)
-class HangLimit:
-    """How long all ranks must be idle to count as hung, and how much of that the leader must have observed."""
-
-    still_s: float
-    confirm_s: float
-
-
 def after_windows(before: HangState, live: frozenset[int], windows: Mapping[int, Window]) -> HangState:
     """The state after another sample."""
     if before.live - live:
@@ -118,10 +110,10 @@ def after_windows(before: HangState, live: frozenset[int], windows: Mapping[int,
     return after if idle_s >= before.idle_s > 0.0 else _without_stacks(after)
 
 
-def stacks_are_due(state: HangState, limit: HangLimit) -> bool:
-    """Whether stacks are to be taken now."""
+def stacks_are_due(state: HangState, record_at_s: float) -> bool:
+    """Whether stacks are to be taken now, if ranks that are idle for `record_at_s` are reported to the leader."""
     due = _STACKS_AT[state.samples] if state.samples < len(_STACKS_AT) else state.samples - len(_STACKS_AT) + 2.0
-    return not state.is_sampling and bool(state.idle) and state.idle_s >= due * _record_at_s(limit)
+    return not state.is_sampling and bool(state.idle) and state.idle_s >= due * record_at_s
 
 
 def after_stacks(before: HangState, stacks: tuple[Stack, ...], first_rank: int) -> HangState:
@@ -141,17 +133,19 @@ def after_stacks(before: HangState, stacks: tuple[Stack, ...], first_rank: int) 
 
 
 def record_of(
-    state: HangState, seat: Seat, live: frozenset[int], awaited: frozenset[int], limit: HangLimit
+    state: HangState, seat: Seat, live: frozenset[int], awaited: frozenset[int], still_s: float, confirm_s: float
 ) -> IdleNode | None:
     """This node's record for the leader; None while its ranks work, or a person debugs one of them.
 
     The processes of `live` run; other ranks may wait for those of `awaited`, as the programs of the rest have ended.
+    Ranks that are idle for `still_s` count as hung, and the leader must have observed `confirm_s` of that: it is
+    notified so much earlier, and its verdict comes at the limit.
     """
     ended = [seat.first_rank + rank for rank in range(seat.slots) if rank not in awaited]
     exited, first, is_lingering = ranks_text(ended) if ended else "", ended[0] if ended else -1, awaited != live
     if is_lingering and not awaited:
-        return IdleNode(seat.node_id, limit.still_s, True, (), exited, first, is_lingering)
-    if state.samples < len(_STACKS_AT) or state.idle_s < _record_at_s(limit):
+        return IdleNode(seat.node_id, still_s, True, (), exited, first, is_lingering)
+    if state.samples < len(_STACKS_AT) or state.idle_s < still_s - confirm_s:
         return None
     found: dict[tuple[IdleReason, str, str], list[Stack]] = {}
     is_patient = False
@@ -173,7 +167,7 @@ def record_of(
         IdleGroup(kind, same[0].rank, len(same), ranks_text([each.rank for each in same]), where, does, same[0].pid)
         for (kind, where, does), same in list(found.items())[:GROUPS_MAX]
     )
-    is_ready = not is_patient or state.idle_s >= _record_at_s(limit, PATIENCE)
+    is_ready = not is_patient or state.idle_s >= PATIENCE * still_s - confirm_s
     return IdleNode(seat.node_id, round(state.idle_s, 1), is_ready, groups, exited, first, is_lingering)
 
 
@@ -196,11 +190,6 @@ def _after_window(before: tuple[IdleKind, float] | None, window: Window) -> tupl
 
 def _without_stacks(state: HangState) -> HangState:
     return replace(state, samples=0, stacks=(), held_gil=frozenset())
-
-
-def _record_at_s(limit: HangLimit, times: int = 1) -> float:
-    """How long the ranks have been idle when the leader is notified, so that its verdict comes at the limit."""
-    return times * limit.still_s - limit.confirm_s
 
 
 def _idle_kind(window: Window) -> IdleKind | None:

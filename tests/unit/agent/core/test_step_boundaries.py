@@ -10,7 +10,7 @@ from elaunch.agent.core.actions import Blame
 from elaunch.agent.core.events import Signalled, StoreFailed
 from elaunch.agent.core.state import Clearing, Joining, Reach, Stopping
 from elaunch.agent.core.store_outage import gives_up_at_s
-from elaunch.agent.diagnosis.hang import HangLimit, HangState, stacks_are_due
+from elaunch.agent.diagnosis.hang import HangState, stacks_are_due
 from elaunch.agent.diagnosis.stack_groups import Stack, location_text
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_verdict import Hang
@@ -44,10 +44,9 @@ def test_the_last_rank_of_a_job_that_no_rank_waits_for_is_no_failure() -> None:
 
 
 def test_after_the_verdict_stacks_are_taken_once_more_in_each_further_limit() -> None:
-    limit = HangLimit(60.0, 0.0)
     state = HangState(idle={0: ()}, samples=4)  # type: ignore[dict-item]
 
-    assert [stacks_are_due(replace(state, idle_s=idle_s), limit) for idle_s in (179.0, 180.0)] == [False, True]
+    assert [stacks_are_due(replace(state, idle_s=idle_s), 60.0) for idle_s in (179.0, 180.0)] == [False, True]
 
 
 @pytest.mark.parametrize(("exited", "phase"), [(frozenset(), Stopping), (ALL, Clearing)])
