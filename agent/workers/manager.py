@@ -40,8 +40,7 @@ from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.group import LinkMonitor, Reporter, WorkerGroup
-from elaunch.agent.workers.observers import Observers
-from elaunch.agent.workers.orphans import Orphans, named
+from elaunch.agent.workers.observers import Observers, Orphans, named
 from elaunch.agent.workers.spawn import MasterPort, Spawner, warn_of_locks
 from elaunch.rendezvous.format import node_host
 from elaunch.rendezvous.types import FailureKind, RankTable

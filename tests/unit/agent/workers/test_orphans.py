@@ -1,4 +1,4 @@
-"""agent.workers.orphans: how long the orphans of a successful job may run."""
+"""agent.workers.observers: how long the orphans of a successful job may run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.workers import orphans
-from elaunch.agent.workers.orphans import Orphans
+from elaunch.agent.workers import observers
+from elaunch.agent.workers.observers import Orphans
 
 GRACE_S = 60.0
 Use = Callable[[float], tuple[float, float]]
@@ -18,7 +18,7 @@ Use = Callable[[float], tuple[float, float]]
 def ends_at_s(use: Use, monkeypatch: pytest.MonkeyPatch) -> float:
     """When the wait for a process is over that has used so much CPU time and moved so many bytes by then."""
     now_s, lines = 0.0, list[str]()
-    monkeypatch.setattr(orphans, "_use", lambda _: use(now_s))
+    monkeypatch.setattr(observers, "_use", lambda _: use(now_s))
     reporter: Any = SimpleNamespace(log=lines.append)
     left = Orphans(lambda: [1], GRACE_S, reporter)
     while left.may_run(now_s):
