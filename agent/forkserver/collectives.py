@@ -36,9 +36,10 @@ def prepare(c10d: ModuleType | None) -> None:
 
     def found(c10d: ModuleType) -> None:
         thread.follow(c10d)
-        _use_agents_store_at(own_port, c10d)
+        rendezvous: Any = getattr(getattr(c10d, "rendezvous", None), "__globals__", {})
+        _use_agents_store_at(own_port, rendezvous)
         if generation != "0":
-            _separate_file_stores_of(generation, c10d)
+            _separate_file_stores_of(generation, rendezvous, getattr(c10d, "PrefixStore", None))
 
     if c10d is None:
         # Just before Python's own search of sys.path: a finder of the program's stays the first.
@@ -47,12 +48,11 @@ def prepare(c10d: ModuleType | None) -> None:
         found(c10d)
 
 
-def _use_agents_store_at(own_port: str, c10d: ModuleType) -> None:
+def _use_agents_store_at(own_port: str, rendezvous: dict[str, Any]) -> None:
     """Make torch treat only the store at that port as the agent's, and host the program's own stores.
 
     torch would try to connect to a server at every address (torch/distributed/rendezvous.py, pytorch/pytorch#192113).
     """
-    rendezvous: Any = getattr(getattr(c10d, "rendezvous", None), "__globals__", {})
     uses: Any = rendezvous.get("_torchelastic_use_agent_store")
     if uses is None:
         return
@@ -65,12 +65,10 @@ def _use_agents_store_at(own_port: str, c10d: ModuleType) -> None:
     rendezvous["_torchelastic_use_agent_store"] = _torchelastic_use_agent_store
 
 
-def _separate_file_stores_of(generation: str, c10d: ModuleType) -> None:
+def _separate_file_stores_of(generation: str, rendezvous: dict[str, Any], prefix_store: Any) -> None:
     """Give this generation keys of its own in the file of init_method=file://, which has the dead ranks' addresses."""
-    rendezvous: Any = getattr(getattr(c10d, "rendezvous", None), "__globals__", {})
     handlers: Any = rendezvous.get("_rendezvous_handlers", {})
     of_file: Any = handlers.get("file")
-    prefix_store: Any = getattr(c10d, "PrefixStore", None)
     if of_file is None or prefix_store is None:
         return
 

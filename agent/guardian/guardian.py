@@ -28,7 +28,7 @@ from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import Any, NamedTuple
 
 # The variable's name is in every worker's environment; its value lists the markers of all agents above it.
 VARIABLE = "ELAUNCH_MARKER"
@@ -56,18 +56,17 @@ SOCKET_FOLDERS = ("/tmp", "/dev/shm", "/var/tmp")
 _LAST_LINE_S = 1.0
 
 
-class JobProcesses:
+class JobProcesses(NamedTuple):
     """An agent's processes: those with `marker`, unless they are in another job, cgroup or container.
 
     `jobs` are the scheduler's ids of the agent's job (see `_id`), by variable. `cgroups` are the agent's own (see
     `_cgroups_of`), `namespace` is the agent's pid namespace.
     """
 
-    def __init__(self, marker: str, jobs: Mapping[str, str], cgroups: Mapping[str, str], namespace: str) -> None:
-        self.marker = marker
-        self._jobs = jobs
-        self._cgroups = cgroups
-        self._namespace = namespace
+    marker: str
+    jobs: Mapping[str, str]
+    cgroups: Mapping[str, str]
+    namespace: str
 
     @classmethod
     def of_this_process(cls, marker: str, environ: Mapping[str, str]) -> JobProcesses:
@@ -82,7 +81,7 @@ class JobProcesses:
 
     def text(self) -> str:
         """Text that another process can `read` from an argument. ASCII, whatever the scheduler's ids are."""
-        return json.dumps((self.marker, self._jobs, self._cgroups, self._namespace))
+        return json.dumps(self)
 
     def has(self, pid: int) -> bool:
         """Whether that process is one of the agent's."""
@@ -103,17 +102,15 @@ class JobProcesses:
 
     def is_elsewhere(self, jobs: Mapping[str, str], cgroups: Mapping[str, str], namespace: str) -> bool:
         """Whether a process with `marker` and these facts of its own does not belong to the agent."""
-        if any(job and job != self._jobs.get(name) for name, job in jobs.items()):
+        if any(job and job != self.jobs.get(name) for name, job in jobs.items()):
             return True
-        is_own_namespace = namespace in ("", self._namespace)
-        return any(
-            self._is_outside(own, cgroups.get(name, ""), is_own_namespace) for name, own in self._cgroups.items()
-        )
+        is_own_namespace = namespace in ("", self.namespace)
+        return any(self._is_outside(own, cgroups.get(name, ""), is_own_namespace) for name, own in self.cgroups.items())
 
     def _is_outside(self, own: str, cgroup: str, is_own_namespace: bool) -> bool:
         if not cgroup or cgroup == own:
             return False
-        scope = _scope(own, self._jobs.values())
+        scope = _scope(own, self.jobs.values())
         if scope:
             return cgroup != scope and not cgroup.startswith(f"{scope}/")
         # The agent is in the root cgroup, so every cgroup of the host is below its own. A container has a cgroup and a
