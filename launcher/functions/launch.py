@@ -59,7 +59,7 @@ class launch:
         argv = option_argv(self._config)
         with ExitStack() as opened:
             names = ("response", "call", *["result"] * self._config.nproc_per_node)
-            files = [opened.enter_context(_unnamed_file(each)) for each in names]
+            files = [opened.enter_context(open(os.memfd_create(f"elaunch-{each}"), "w+b")) for each in names]  # noqa: PTH123
             _, call, *results = files
             if isinstance(self._entrypoint, str):
                 argv += ["--no-python", self._entrypoint, *map(str, args)]
@@ -74,7 +74,7 @@ class launch:
             found = (worker.read_value(file, outcome["generation"], name) for file in results)
             return dict(each for each in found if each)
 
-    def _run(self, name: str, argv: list[str], files: list[IO[bytes]]) -> dict[str, Any]:
+    def _run(self, name: str, argv: list[str], files: Sequence[IO[bytes]]) -> dict[str, Any]:
         """Run the job to its end, and return its outcome. Raises as the class does."""
         fds = [file.fileno() for file in files]
         command = [sys.executable, *interpreter_options(), "-m", "elaunch.launcher.functions.job"]
@@ -141,10 +141,6 @@ def _forwarded(process: subprocess.Popen[bytes], names: Iterable[str], seen: lis
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _unnamed_file(name: str) -> IO[bytes]:
-    return open(os.memfd_create(f"elaunch-{name}"), "w+b")  # noqa: PTH123
 
 
 @dataclass
