@@ -72,7 +72,8 @@ def _counters(pid: int) -> _Counters | None:
             main_s, delay_s = int(main_ns) / _NS, int(delay_ns) / _NS
         faults = int(fields[7]) + int(fields[9])
         children_s = sum(map(_cpu_s, linux.descendants(pid))) + reaped_s
-        sums = cpu_s, main_s, delay_s, faults, _io_bytes(pid), _switches(pid), children_s
+        switches = int(linux.status(pid, "voluntary_ctxt_switches"))
+        sums = cpu_s, main_s, delay_s, faults, _io_bytes(pid), switches, children_s
         return _Counters((pid, int(fields[19])), fields[0].decode(), sums)
     except (OSError, ValueError, IndexError):
         return None
@@ -80,15 +81,8 @@ def _counters(pid: int) -> _Counters | None:
 
 def _io_bytes(pid: int) -> int:
     """Bytes read and written; 0 where this user may not read them."""
-    with suppress(PermissionError):
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-        return sum(int(line.partition(":")[2]) for line in lines if line.startswith(("rchar", "wchar")))
-    return 0
-
-
-def _switches(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
-    return next((int(line.partition(":")[2]) for line in lines if line.startswith("voluntary")), 0)
+    lines = linux.text_of(f"/proc/{pid}/io").splitlines()
+    return sum(int(line.partition(":")[2]) for line in lines if line.startswith(("rchar", "wchar")))
 
 
 def _cpu_s(pid: int) -> float:
