@@ -11,18 +11,7 @@ from signal import SIGINT, SIGPIPE
 from elaunch.agent.core import events
 from elaunch.agent.core.actions import Actions, Commit, Join, Log, Renew, Spawn, Widen
 from elaunch.agent.core.events import ENDS_JOB, SHELL_BASE, RestartOrdered, Signalled, Tag
-from elaunch.agent.core.state import (
-    LOG_AFTER_S,
-    Agent,
-    Exited,
-    Finished,
-    Joining,
-    Phase,
-    Running,
-    Step,
-    Waiting,
-    exit_with,
-)
+from elaunch.agent.core.state import LOG_AFTER_S, Agent, Finished, Joining, Phase, Running, Step, Waiting, exit_with
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.assign_ranks import newcomers_of, role_sizes
 from elaunch.rendezvous.rules.form_generation import CAUSE
@@ -386,7 +375,7 @@ def _why_seatless(agent: Agent, table: RankTable) -> str:
 def leave(agent: Agent, _: Phase, event: Signalled, _now_s: float) -> Step:
     """Without workers: leave the job, or end it for all nodes (SIGINT), and exit."""
     agent, withdrawn, outcome = withdraw(agent, event)
-    return replace(agent, phase=Exited(outcome)), withdrawn
+    return exit_with(agent, outcome, withdrawn)
 
 
 def withdraw(agent: Agent, event: Signalled) -> tuple[Agent, Actions, Outcome]:

@@ -362,5 +362,5 @@ class Agent:
 Step = tuple[Agent, Actions]
 
 
-def exit_with(agent: Agent, outcome: Outcome) -> Step:
-    return replace(agent, phase=Exited(outcome)), ()
+def exit_with(agent: Agent, outcome: Outcome, actions: Actions = ()) -> Step:
+    return replace(agent, phase=Exited(outcome)), actions

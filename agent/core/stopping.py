@@ -20,18 +20,7 @@ from elaunch.agent.core.actions import (
     StopReason,
 )
 from elaunch.agent.core.membership import end_of_own_run, join_again, leave, outcome_in_store, withdraw
-from elaunch.agent.core.state import (
-    Agent,
-    Clearing,
-    Exited,
-    Finished,
-    Mode,
-    Running,
-    Step,
-    Stopping,
-    WorkerStatus,
-    exit_with,
-)
+from elaunch.agent.core.state import Agent, Clearing, Finished, Mode, Running, Step, Stopping, WorkerStatus, exit_with
 from elaunch.agent.core.store_outage import note_idle
 from elaunch.agent.diagnosis.causes.table import explained
 from elaunch.agent.diagnosis.exit_status import with_tail
@@ -372,21 +361,22 @@ def clearing_signalled(agent: Agent, clearing: Clearing, event: events.Signalled
     if event.signum == SIGINT and agent.is_interrupted:
         # Only output is left, and its reader does not read it.
         return exit_with(agent, clearing.then) if clearing.then else (agent, ())
-    newest, actions = agent.snapshot.generation, Actions()
+    newest = agent.snapshot.generation
     match clearing:
         case Clearing(then=None, is_done=True) if newest and newest.number == clearing.table.generation:
             agent, actions = _finish_or_join(agent, clearing)
-            # A single node's job has succeeded then.
-            if agent.spec.nodes_max > 1:
-                agent, left = leave(agent, clearing, event, now_s)
-                actions = (*actions, *left)
+            if agent.spec.nodes_max == 1:
+                # Its job has succeeded then.
+                return agent, actions
+            agent, left = leave(agent, clearing, event, now_s)
+            return agent, (*actions, *left)
         case Clearing(then=None):
-            agent, actions, outcome = withdraw(agent, event)
-            agent = replace(agent, phase=replace(clearing, then=outcome, until_s=now_s + OUTPUT_WAIT_S))
+            agent, withdrawn, outcome = withdraw(agent, event)
+            return replace(agent, phase=replace(clearing, then=outcome, until_s=now_s + OUTPUT_WAIT_S)), withdrawn
         case Clearing(then=Outcome() as then) if event.signum == SIGINT:
-            agent, actions = end_of_own_run(agent, clearing.table.generation, event)
-            agent = replace(agent, phase=Exited(then))
-    return agent, actions
+            agent, withdrawn = end_of_own_run(agent, clearing.table.generation, event)
+            return exit_with(agent, then, withdrawn)
+    return agent, ()
 
 
 def clearing_tick(agent: Agent, clearing: Clearing, _: events.Tick, now_s: float) -> Step:
