@@ -163,6 +163,7 @@ class Log:
     level: Level = "info"
 
 
-ToWorkers = SignalWorkers | NotifyWorkers | TakeStacks | NameThreads | KeepStacks | Blame
-Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Log
+Observing = TakeStacks | NameThreads | KeepStacks | Blame
+WorkerAction = Spawn | SignalWorkers | NotifyWorkers | Observing | Clear | ReplaceForkServer
+Action = Commit | Join | Renew | Widen | WorkerAction | Log
 Actions = tuple[Action, ...]

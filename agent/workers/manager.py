@@ -15,17 +15,13 @@ from dataclasses import dataclass, replace
 from elaunch.agent import linux
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.core.actions import (
-    Blame,
     Clear,
-    KeepStacks,
-    NameThreads,
     NotifyWorkers,
     ReplaceForkServer,
     ShowStacks,
     SignalWorkers,
     Spawn,
-    TakeStacks,
-    ToWorkers,
+    WorkerAction,
 )
 from elaunch.agent.core.events import Cleared, ServiceLost, Signalled, WorkerExited
 from elaunch.agent.core.timeline import NO_GENERATION, WorkersSeen, of_seats
@@ -64,9 +60,6 @@ class Services:
     fork_server: ForkServer
     pump: Pump
     run_dir: RunDir
-
-
-WorkerAction = Spawn | ToWorkers | Clear | ReplaceForkServer
 
 
 class Workers:
@@ -146,12 +139,12 @@ class Workers:
                 self.links.notify(order)
                 if not isinstance(order.message, ShowStacks):
                     self._continue(order.local_ranks)
-            case TakeStacks() | NameThreads() | KeepStacks() | Blame():
-                self._observers.act(order)
             case Clear():
                 self._clear(order)
             case ReplaceForkServer(generation):
                 self._replace_fork_server(generation, "did not answer")
+            case _:
+                self._observers.act(order)
 
     def _spawn(self, table: RankTable, group_rank: int) -> None:
         """Begin a generation: have the fork server start its workers, and its store if this node has rank 0."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 import psutil
 
 from elaunch.agent import linux
-from elaunch.agent.core.actions import Blame, KeepStacks, NameThreads, TakeStacks
+from elaunch.agent.core.actions import Blame, KeepStacks, NameThreads, Observing, TakeStacks
 from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
 from elaunch.agent.diagnosis import stacks
 from elaunch.agent.diagnosis.collectives import WINDOW_SAMPLES, WaitShares, last_entered, slow_rank, slow_text
@@ -99,7 +99,7 @@ class Observers:
             if len(self._group.recorders) < self._group.slots:
                 start_thread(self._try_master, "elaunch-reach")
 
-    def act(self, order: TakeStacks | NameThreads | KeepStacks | Blame) -> None:
+    def act(self, order: Observing) -> None:
         """Carry out an action about stacks or a hang."""
         match order:
             case TakeStacks(generation, local_ranks):
