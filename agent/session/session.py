@@ -13,18 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum, auto
 
-from elaunch.agent.core.events import (
-    SnapshotChanged,
-    SnapshotPending,
-    StoreBack,
-    StoreEvent,
-    StoreFailed,
-    StoreLost,
-    Tag,
-    Trouble,
-)
+from elaunch.agent.core.events import SnapshotChanged, StoreBack, StoreEvent, StoreFailed, StoreLost, Tag, Trouble
 from elaunch.agent.session.store_client import StoreClient
-from elaunch.agent.session.store_view import JobStore, LocalHost
+from elaunch.agent.session.store_view import JobStore, LocalHost, Post
 from elaunch.rendezvous.store import (
     Denied,
     HeadAway,
@@ -49,9 +40,7 @@ class Session:
     session makes the requests to a remote store; the caller makes those to a store in this process.
     """
 
-    def __init__(
-        self, job_store: JobStore, host: LocalHost, times: Times, post: Callable[[StoreEvent | SnapshotPending], None]
-    ) -> None:
+    def __init__(self, job_store: JobStore, host: LocalHost, times: Times, post: Post) -> None:
         self._store = job_store.store
         self._post = post
         self._client = StoreClient(job_store, host, times, post)
@@ -77,11 +66,9 @@ class Session:
         self._do(lambda: self._client.offer(txn, held))
 
     def renew(self) -> None:
-        """Revoke the lease and grant another, under a new name."""
         self._do(self._client.new_lease)
 
     def widen(self) -> None:
-        """Watch all of the job's keys from now on."""
         self._do(self._client.view.widen)
 
     def snapshot(self) -> SnapshotChanged | StoreLost:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from elaunch.agent.core.events import Committed, Leased, LeaseLost, SnapshotPending, StoreEvent, Tag
-from elaunch.agent.session.store_view import JobStore, LocalHost, StoreView
+from elaunch.agent.core.events import Committed, Leased, LeaseLost, Tag
+from elaunch.agent.session.store_view import JobStore, LocalHost, Post, StoreView
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.transactions import run_lease
 from elaunch.rendezvous.store import Empty, LeaseGone, Put, Rejected, StoreError, Txn, TxnResponse
@@ -30,9 +30,7 @@ class StoreClient:
     `post` takes events, from any thread. `view` has the job's keys.
     """
 
-    def __init__(
-        self, job_store: JobStore, host: LocalHost, times: Times, post: Callable[[StoreEvent | SnapshotPending], None]
-    ) -> None:
+    def __init__(self, job_store: JobStore, host: LocalHost, times: Times, post: Post) -> None:
         self._store = job_store.store
         self._keys = job_store.keys
         self._is_remote = job_store.is_remote

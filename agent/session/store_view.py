@@ -33,6 +33,7 @@ from elaunch.rendezvous.store import (
 
 # etcd refuses a transaction of more than 128 operations. A leader sees all keys. If there are too many, it reads them.
 _COMPARED_MAX = 100
+Post = Callable[[StoreEvent | SnapshotPending], None]
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,7 @@ class StoreView:
     thread. `reread_s` is the time between two reads that repair the view.
     """
 
-    def __init__(
-        self, job_store: JobStore, post: Callable[[StoreEvent | SnapshotPending], None], reread_s: float
-    ) -> None:
+    def __init__(self, job_store: JobStore, post: Post, reread_s: float) -> None:
         self._store = job_store.store
         self._keys = job_store.keys
         self._post = post
