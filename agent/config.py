@@ -120,6 +120,7 @@ class AgentConfig:
     `invitation` is the line with the command for the other nodes, if this node serves their store. `only_here` is the
     hint that no other host can reach the store, and what to give instead.
     `on_event` is the command that is notified of the job's events. `metrics` is the host and the port of the metrics.
+    `gpus` are those that this node's workers may use.
     `notes` are warnings about the command line, `details` its debug lines (--verbose).
     """
 
@@ -148,6 +149,7 @@ class AgentConfig:
     children_grace_s: float = 60.0
     on_event: tuple[str, ...] = ()
     metrics: tuple[str, int] | None = None
+    gpus: int = 0
     notes: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
     invitation: str = ""

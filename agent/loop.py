@@ -300,6 +300,7 @@ class Loop:
             host=self._agent.me.host,
             pid=os.getpid(),
             workers=config.slots,
+            gpus=config.gpus,
             command=spec.terms.command,
             cwd=cwd,
             nodes_min=spec.nodes_min,

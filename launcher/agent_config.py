@@ -75,6 +75,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
             no_restart_codes=options.no_restart_codes,
         ),
         slots=slots,
+        gpus=host.gpus,
         environment=environment,
         # Tracebacks stay without colours (Python 3.13): their text is searched. The fork server does not need this.
         worker_env={

@@ -382,10 +382,12 @@ class Stage(Enum):
 class Goodput:
     """The time in each stage; together they are the job's. `ettr` is NaN if no step is known.
 
-    `recoveries_s` has the time from a generation's end to the next step (or run of workers), if any, by generation.
+    `worker_s` is the sum of the times of all workers. `recoveries_s` has the time from a generation's end to the next
+    step (or run of workers), if any, by generation.
     """
 
     seconds: Mapping[Stage, float]
+    worker_s: Mapping[Stage, float]
     ettr: float
     recoveries_s: Mapping[int, float]
 
@@ -396,6 +398,7 @@ def goodput(history: History) -> Goodput:
     knows_steps = history.knows_steps
     has_worked = False
     for generation in history.generations:
+        walk.workers = generation.world_size or walk.workers
         if has_worked:
             walk.to(Stage.RENDEZVOUS, generation.sealed_s)
             walk.to(Stage.SPAWN, known_or(generation.ready_s, generation.forked_s))
@@ -416,7 +419,20 @@ def goodput(history: History) -> Goodput:
     if history.generations:
         walk.to(Stage.END if has_worked else Stage.START_UP, history.wall_s)
     ettr = walk.seconds[Stage.TRAINING] / history.wall_s if knows_steps and history.wall_s > 0 else math.nan
-    return Goodput(walk.seconds, ettr, _recoveries_s(history, knows_steps=knows_steps))
+    return Goodput(walk.seconds, walk.worker_s, ettr, _recoveries_s(history, knows_steps=knows_steps))
+
+
+def used_and_lost_h(worker_s: Mapping[Stage, float]) -> tuple[float, float]:
+    """The hours in which workers trained (or ran, if no step is known), and those that starts and failures cost."""
+    used_s = worker_s[Stage.TRAINING] + worker_s[Stage.RUNNING]
+    return used_s / 3600, (sum(worker_s.values()) - used_s - worker_s[Stage.END]) / 3600
+
+
+def hours_text(worker_s: Mapping[Stage, float], *, has_gpus: bool) -> str:
+    """These hours in words. `has_gpus`: each worker has a GPU of its own."""
+    used_h, lost_h = used_and_lost_h(worker_s)
+    how = "in use (the program reports no steps)" if worker_s[Stage.RUNNING] else "productive"
+    return f"{'GPU' if has_gpus else 'worker'} hours: {used_h:,.2f} {how}, {lost_h:,.2f} lost to starts and failures"
 
 
 class _Walk:
@@ -425,13 +441,15 @@ class _Walk:
     def __init__(self, wall_s: float) -> None:
         self._wall_s = wall_s
         self._now_s = 0.0
-        self.seconds = dict.fromkeys(Stage, 0.0)
+        self.workers = 0
+        self.seconds, self.worker_s = dict.fromkeys(Stage, 0.0), dict.fromkeys(Stage, 0.0)
 
     def to(self, stage: Stage, until_s: float) -> None:
         """Assign the time up to `until_s` to `stage`; nothing if that is past or not known."""
         until_s = min(until_s, self._wall_s)
         if until_s > self._now_s:
             self.seconds[stage] += until_s - self._now_s
+            self.worker_s[stage] += self.workers * (until_s - self._now_s)
             self._now_s = until_s
 
     def train(self, generation: PastGeneration) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from elaunch.strict_json import parse_json
 
+TIMELINE = "timeline.jsonl"
 # An event's text is truncated here: a traceback has at most 32 kB.
 _TEXT_MAX = 64 << 10
 # The year 5138: a broken clock, whose sums would overflow.

@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from elaunch.launcher.inspect.history import KILLED, Goodput, History, Incident, PastGeneration
+from elaunch.launcher.inspect.history import KILLED, Goodput, History, Incident, PastGeneration, hours_text
 from elaunch.launcher.inspect.node_log import NodeLog, known_or, real, text
 from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, sentence
 from elaunch.rendezvous.format import plain, plural
@@ -75,6 +75,13 @@ class Report:
     metrics_path: str = ""
     links: Mapping[Incident, Links] = field(default_factory=dict)
     stacks: Mapping[int, Links] = field(default_factory=dict)
+
+    @property
+    def hours(self) -> str:
+        """The workers' hours in words."""
+        started = [node.started for node in self.history.nodes]
+        has_gpus = all(each.number("gpus") == each.number("workers") for each in started)
+        return hours_text(self.goodput.worker_s, has_gpus=has_gpus)
 
     @property
     def headline(self) -> str:

@@ -18,8 +18,8 @@ from urllib.parse import quote
 import click
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.inspect.history import Incident, PastGeneration, goodput, history
-from elaunch.launcher.inspect.node_log import NodeLog, PastEvent, node_log, text
+from elaunch.launcher.inspect.history import Incident, PastGeneration, goodput, history, used_and_lost_h
+from elaunch.launcher.inspect.node_log import TIMELINE, NodeLog, PastEvent, node_log, text
 from elaunch.launcher.inspect.page import Links, Report, StepMetrics, render
 from elaunch.launcher.inspect.text import cut, offset, sentence
 from elaunch.launcher.options.command_line import Command, own
@@ -33,7 +33,6 @@ _STACKS_MAX = 8
 PRINTED_MAX = 10
 # Unlike `Path.is_file`, it is false where the folder cannot be read.
 _is_file = os.path.isfile
-TIMELINE = "timeline.jsonl"
 STACKS = "stacks.txt"
 # A week of a node's events is some 10 MB.
 _BYTES_MAX = 256 << 20
@@ -117,7 +116,7 @@ def _links(files: Sequence[tuple[str, Path]], beside: Path) -> Links:
 
 
 def printed(report: Report) -> list[str]:
-    """The report as text: the headline, then the newest failures and warnings with what came after."""
+    """The report as text: the headline, the newest failures and warnings with what came after, the workers' hours."""
     causes = [fault for fault in report.history.faults if fault.is_cause]
     shown = sorted([*causes, *report.history.warned], key=lambda each: each.at_s)
     lines = [
@@ -126,7 +125,7 @@ def printed(report: Report) -> list[str]:
     ]
     left_out = len(shown) - len(lines)
     more = [f"  {left_out} earlier failures and warnings are left out; --json has all"] if left_out else []
-    return [report.headline, *more, *lines]
+    return [report.headline, *more, *lines, f"  {report.hours}"]
 
 
 def summary(report: Report) -> dict[str, object]:
@@ -147,6 +146,7 @@ def summary(report: Report) -> dict[str, object]:
         "restarts": end.restarts,
         "max_restarts": _known(end.max_restarts),
         "steps_lost": _known(past.steps_lost),
+        "worker_hours": dict(zip(("used", "lost"), map(_known, used_and_lost_h(found.worker_s)), strict=True)),
         "breakdown_s": {stage.key: _known(seconds) for stage, seconds in found.seconds.items()},
         "nodes": [{"host": node.host, "folder": node.folder} for node in past.nodes],
         "generations": [{**_record(each), "steps_lost": each.steps_lost} for each in past.generations if each.has_run],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -10,9 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import COMMAND, REPOSITORY, RUN_LIMIT_S, environment, finished, script
+from tests.harness import COMMAND, REPOSITORY, RUN_LIMIT_S, environment, finished, script, with_limits
 
 pytestmark = pytest.mark.usefixtures("without_torch")
+
+# The first generation fails after step 30, the second repeats these.
+TRAINS = """
+import os, sys, time
+from elaunch.trainer import link
+
+for step in range(1, 61):
+    time.sleep(0.02)
+    link.report(step)
+    if step == 30 and os.environ["ELAUNCH_GENERATION"] == "0":
+        sys.exit(7) if os.environ["RANK"] == "1" else time.sleep(1000)
+"""
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -36,6 +49,25 @@ def test_the_end_of_a_job_has_the_command_for_the_page_and_it_works(tmp_path: Pa
     assert " failed after " in headline
     assert "ValueError: the loss is NaN" in failure
     assert "ValueError: the loss is NaN" in Path(page).read_text()
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_job_that_was_restarted_ends_with_the_hours_of_its_workers(reports: bool, tmp_path: Path) -> None:
+    script(tmp_path, TRAINS if reports else TRAINS.replace("link.report(step)", "pass"))
+    # Else only a job of some length has this line.
+    always = with_limits({"elaunch.launcher.cli._HOURS_MIN": 0.0})
+
+    with always(tmp_path, "--no-preload", "--nproc-per-node", "2", "--log-dir", "logs", "train.py") as job:
+        job.wait()
+    done = run(tmp_path, "report", "--json", "logs")
+
+    assert job.code == 0, job.output
+    how = "productive" if reports else r"in use \(the program reports no steps\)"
+    assert re.search(rf"^elaunch: worker hours: 0\.0\d {how}, 0\.0\d lost to starts", job.stderr, re.MULTILINE)
+    hours = json.loads(done.stdout)["worker_hours"]
+    # Two workers had 60 steps, of which a failure undid 30.
+    assert hours["used"] >= 2 * 60 * 0.02 / 3600
+    assert hours["lost"] > 0
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from elaunch.launcher.inspect.history import Goodput, History, Stage, goodput, history
+from elaunch.launcher.inspect.history import Goodput, History, Stage, goodput, history, used_and_lost_h
 from elaunch.launcher.inspect.node_log import node_log
 from tests.unit.launcher.inspect.timelines import BEGAN_AT, Timeline, restarted
 
@@ -41,6 +41,21 @@ def test_each_stage_of_a_restart_has_its_time() -> None:
     assert found.ettr == pytest.approx(expected[Stage.TRAINING] / 60)
     # From the death at 20 s to the first step at 25 s.
     assert found.recoveries_s == {0: pytest.approx(5)}
+
+
+def test_the_time_of_a_generation_counts_once_for_each_of_its_workers() -> None:
+    job = Timeline().opens(0, 0, world_size=2).steps(9, 0, 9, first=1).dies(10, 0, 1).stops(11, 0, (0,))
+    job.opens(11, 1, "join", world_size=8).says("stepped", 20, 1).steps(21, 1, 10, first=10).succeeds(30, 1)
+
+    found = of(job)
+
+    workers = {Stage.START_UP: 2, Stage.TRAINING: None, Stage.DETECTION: 2, Stage.STOP: 2, Stage.RENDEZVOUS: 8}
+    for stage, seconds in found.seconds.items():
+        count = workers.get(stage, 8)
+        assert count is None or found.worker_s[stage] == pytest.approx(count * seconds)
+    used, lost = used_and_lost_h(found.worker_s)
+    assert 2 * found.seconds[Stage.TRAINING] < 3600 * used < 8 * found.seconds[Stage.TRAINING]
+    assert 3600 * (used + lost) == pytest.approx(sum(found.worker_s.values()) - found.worker_s[Stage.END])
 
 
 def test_a_hang_is_detection_and_not_training() -> None:

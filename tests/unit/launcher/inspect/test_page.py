@@ -98,7 +98,10 @@ def test_the_text_and_the_json_have_what_failed_and_what_was_warned_of() -> None
     numbers = json.loads(json.dumps(summary(report_of(restarted())), allow_nan=False))
     silent = json.loads(json.dumps(summary(report_of(Timeline().opens(0, 0).succeeds(9, 0))), allow_nan=False))
 
-    assert printed(report_of(restarted()))[1:] == ["  +0:20.0  Rank 1 died. Training resumed 5 s later; 3 steps lost."]
+    assert printed(report_of(restarted()))[1:] == [
+        "  +0:20.0  Rank 1 died. Training resumed 5 s later; 3 steps lost.",
+        "  worker hours: 0.03 productive, 0.01 lost to starts and failures",
+    ]
     assert lines[1].startswith("  +1:10  The job seemed to hang: rank 3 on node-b runs in wait")
     assert lines[1].endswith("for 61 s. The job resumed 20 s later.")
     assert lines[2] == ("  +3:20  Rank 1 is slow.")
@@ -110,6 +113,20 @@ def test_the_text_and_the_json_have_what_failed_and_what_was_warned_of() -> None
     (failure,) = numbers["failures"]
     assert (failure["rank"], failure["recovery_s"], numbers["steps_lost"]) == (1, 5.0, 3)
     assert (silent["ettr"], silent["steps_lost"]) == (None, None)
+    assert numbers["worker_hours"] == {"used": round(2 * 48 / 3600, 6), "lost": round(2 * 11 / 3600, 6)}
+
+
+def test_workers_hours_are_of_gpus_if_each_worker_on_each_node_has_one() -> None:
+    jobs = two_nodes()
+    for job, gpus in zip(jobs, (2, 2), strict=True):
+        job.rows[0]["gpus"] = gpus
+        job.steps(1800, 0, 9, first=1).succeeds(3600, 0, 0)
+    shown = report_of(*jobs)
+    jobs[1].rows[0]["gpus"] = 8
+
+    assert shown.hours == "GPU hours: 4.00 productive, 0.00 lost to starts and failures"
+    assert "GPU hours: 4.00 productive" in html(shown)
+    assert report_of(*jobs).hours.startswith("worker hours: 4.00")
 
 
 def test_a_rank_starts_trains_and_ends() -> None:

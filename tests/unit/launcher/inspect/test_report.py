@@ -181,5 +181,5 @@ def test_a_timelines_text_reaches_no_terminal_with_control_characters(
 
     lines = capsys.readouterr().out.splitlines()
     assert all(line.isprintable() for line in lines)
-    # The headline, the failure and the page's path: a timeline adds no line.
-    assert len(lines) == 3
+    # The headline, the failure, the hours and the page's path: a timeline adds no line.
+    assert len(lines) == 4
