@@ -83,7 +83,7 @@ def write_value(file: IO[bytes], value: object) -> None:
         data, problem = _dumps(value)[0], None
     except Exception as error:
         # Not raised: a restart would fail in the same way.
-        data, problem = b"", f"a {type(value).__name__}, which cannot be pickled ({_text(error)})"
+        data, problem = b"", f"a {type(value).__name__}, which cannot be pickled ({type(error).__name__}: {error})"
     pickle.dump(problem, file)
     file.write(data)
 
@@ -114,7 +114,7 @@ def read_value(file: IO[bytes], generation: int, name: str) -> tuple[int, Any] |
         return rank, pickle.load(file)
     except Exception as error:
         raise pickle.PicklingError(
-            f"what {name} returned on rank {rank} cannot be read in this process ({_text(error)});"
+            f"what {name} returned on rank {rank} cannot be read in this process ({type(error).__name__}: {error});"
             " return what can be imported and made here: plain data, CPU tensors"
         ) from error
 
@@ -160,10 +160,6 @@ def _can_import_main() -> bool:
     if main.__spec__:
         return main.__spec__.name.rpartition(".")[2] != "__main__"
     return os.path.isfile(getattr(main, "__file__", None) or "")  # noqa: PTH113
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -104,7 +104,9 @@ def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
         raise UsageError(
             f"{command} needs the job's name or the pid of its elaunch; these run here: {listed or 'none'}"
         )
-    chosen = _matching(name, here) if name else here
+    by_name = [job for job in here if job[0].job.run_id == name]
+    by_pid = [job for job in here if name in (str(agent.pid) for agent in job)]
+    chosen = (by_name or by_pid) if name else here
     backend = options.rdzv_backend if "rdzv_backend" in options.given else ""
     if not chosen and not given_addresses(options, environ, backend)[0]:
         which = f"no job {plain(name)}" if name else "no job of yours"
@@ -125,13 +127,6 @@ def _jobs(agents: Sequence[LocalAgent]) -> list[list[LocalAgent]]:
     for agent in agents:
         jobs.setdefault((agent.job.run_id, agent.job.leader), []).append(agent)
     return list(jobs.values())
-
-
-def _matching(name: str, jobs: list[list[LocalAgent]]) -> list[list[LocalAgent]]:
-    """The jobs with that run id; else those with an agent of that pid."""
-    return [job for job in jobs if job[0].job.run_id == name] or [
-        job for job in jobs if name in (str(agent.pid) for agent in job)
-    ]
 
 
 def _by_store(options: Options, name: str, environ: Mapping[str, str]) -> JobSource:
