@@ -214,9 +214,9 @@ class Loop:
         finally:
             listening.close()
             self._fork_server.stop()
+            self._session.close(_FLUSH_S, _OUTLAST_S if self._served_pid is not None else 0.0)
             if self._poster:
                 self._poster.close()
-            self._session.close(_FLUSH_S, _OUTLAST_S if self._served_pid is not None else 0.0)
         self._inbox.release()
         return outcome
 
