@@ -16,6 +16,10 @@ from elaunch.rendezvous.types import JobSpec
 Level = Literal["debug", "info", "warning", "error"]
 
 
+class CannotRun(Exception):
+    """The agent cannot run as configured. The message has the reason and the way out."""
+
+
 class Streams(IntFlag):
     """torchrun's values for --redirects and --tee."""
 

@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elaunch.agent.config import AgentConfig, CannotRun
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.run_dir import Places, RunDir, new_places
 from elaunch.rendezvous.format import node_host
 
 if TYPE_CHECKING:
-    from elaunch.agent.config import AgentConfig
     from elaunch.agent.serve.event_hook import EventHook
     from elaunch.agent.workers.manager import Services
     from elaunch.rendezvous.store import Store
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 _OUTPUT_WAIT_S = 2.0
 _UNREAD = "stopped; some output is lost, since the console or the reader of the pipe did not read it"
-
-
-class CannotRun(Exception):
-    """The agent cannot run as configured. The message has the reason and the way out."""
 
 
 @contextmanager
@@ -119,20 +115,15 @@ class AgentRun:
         """
         from elaunch.agent.loop import Loop
         from elaunch.agent.session.store_view import JobStore
-        from elaunch.agent.workers.spawn import NoPort
         from elaunch.rendezvous.rules.snapshot import Keys
 
         job_store = JobStore(store, Keys(config.spec.run_id, config.store_prefix), is_remote)
-        try:
-            loop = Loop(
-                replace(self._services, config=config), job_store, served_pid, locator, self._hook, self._metrics
-            )
-            # The objects that exist now are never freed, so the collector need not scan them.
-            gc.freeze()
-            gc.enable()
-            return loop.run()
-        except NoPort as error:
-            raise CannotRun(str(error)) from error
+        services = replace(self._services, config=config)
+        loop = Loop(services, job_store, served_pid, locator, self._hook, self._metrics)
+        # The objects that exist now are never freed, so the collector need not scan them.
+        gc.freeze()
+        gc.enable()
+        return loop.run()
 
     def finish_output(self, outcome: Outcome) -> None:
         """Wait until all is written and the hook has run; after an interruption for 2 s only, since the user waits."""

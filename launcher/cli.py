@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import click
 from click.shell_completion import shell_complete
 
-from elaunch.agent.config import AgentConfig, LogFormat
+from elaunch.agent.config import AgentConfig, CannotRun, LogFormat
 from elaunch.agent.own_lines import OwnLines
 from elaunch.interrupts import end_at_ctrl_c, raise_at_ctrl_c
 from elaunch.launcher.agent_config import agent_config, with_network
@@ -171,7 +171,7 @@ def run(options: Options, environ: Mapping[str, str], on_outcome: OnOutcome = sh
 def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | None, on_outcome: OnOutcome) -> int:
     options, planned, config = _prepared(options, environ, cluster)
     # Imported here, like all that only a job needs: other commands start faster.
-    from elaunch.agent.run import CannotRun, begin
+    from elaunch.agent.run import begin
 
     try:
         with begin(config) as agent, _health(options, environ, config, agent):

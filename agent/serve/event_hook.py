@@ -7,7 +7,6 @@ import os
 import queue
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -55,7 +54,7 @@ class EventHook:
     """Gives each event to `command` (without a shell) as one JSON object on stdin.
 
     Events run in order. A run that takes longer than RUN_S_MAX is killed with its process group. Its output, and how
-    it failed, go to `log`. `environment` is what the command inherits. The thread starts with the first event.
+    it failed, go to `log`. `environment` is what the command inherits.
     """
 
     def __init__(self, command: tuple[str, ...], environment: Mapping[str, str], log: Callable[..., None]) -> None:
@@ -64,12 +63,10 @@ class EventHook:
         self._log = log
         self._events: queue.Queue[Mapping[str, Any] | None] = queue.Queue(QUEUED_MAX)
         self._until_s = float("inf")
-        self._thread: threading.Thread | None = None
+        self._thread = start_thread(self._work, "elaunch-hook")
 
     def notify(self, event: Mapping[str, Any]) -> None:
         """Queue a run of the command for `event`. Never waits."""
-        if self._thread is None:
-            self._thread = start_thread(self._work, "elaunch-hook")
         if self._thread is None:
             self._warn(f"no thread can be started, so {event['event']} is not delivered")
             return

@@ -24,7 +24,7 @@ from string import Template
 
 from elaunch import __version__
 from elaunch.agent import environment
-from elaunch.agent.config import AgentConfig, Streams
+from elaunch.agent.config import AgentConfig, CannotRun, Streams
 from elaunch.agent.diagnosis.exit_status import shows_only_lost_peer
 from elaunch.agent.environment import extensions_root
 from elaunch.agent.forkserver import wire
@@ -45,10 +45,6 @@ _INTERRUPTED = re.compile(r"^(?:\[rank\d+\]: )?KeyboardInterrupt\s*\Z", re.MULTI
 _OWN_ADDRESS = "give one of this host's with --master-addr, or leave it out"
 
 
-class NoPort(Exception):
-    """The worker store cannot listen on the wanted address or port. The message has the reason and the way out."""
-
-
 class MasterPort:
     """The port of this node's next worker store, reserved by a socket that listens on it."""
 
@@ -58,7 +54,7 @@ class MasterPort:
         self.listener: socket.socket | None = None
 
     def reserve(self) -> int:
-        """The reserved port. If none is reserved, reserve one. Raises NoPort."""
+        """The reserved port. If none is reserved, reserve one. Raises CannotRun."""
         self.listener = self.listener or reserve(self._config)
         return int(self.listener.getsockname()[1])
 
@@ -77,12 +73,12 @@ class MasterPort:
 def reserve(config: AgentConfig) -> socket.socket:
     """A socket that listens on one of the config's master ports, or on a free port. No other process can take the port.
 
-    Raises NoPort if the wanted ports are taken, or the address is not this host's.
+    Raises CannotRun if the wanted ports are taken, or the address is not this host's.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(config.master_addr, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise NoPort(f"the address {config.master_addr} is unknown ({error.strerror}); {_OWN_ADDRESS}") from error
+        raise CannotRun(f"the address {config.master_addr} is unknown ({error.strerror}); {_OWN_ADDRESS}") from error
     host = str(address[0])
     is_dual = False
     is_name = config.master_addr not in (host, "localhost")
@@ -98,10 +94,11 @@ def reserve(config: AgentConfig) -> socket.socket:
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 why = os.strerror(error.errno) if error.errno else str(error)
-                raise NoPort(f"{config.master_addr} is not an address of this host ({why}); {_OWN_ADDRESS}") from error
+                text = f"{config.master_addr} is not an address of this host ({why}); {_OWN_ADDRESS}"
+                raise CannotRun(text) from error
     ports = config.master_ports
     wanted = f"port {ports[0]} is" if len(ports) == 1 else f"ports {ports[0]}–{ports[-1]} are all"
-    raise NoPort(f"{wanted} in use on {config.master_addr}; choose others with --master-port FIRST:LAST")
+    raise CannotRun(f"{wanted} in use on {config.master_addr}; choose others with --master-port FIRST:LAST")
 
 
 def warn_of_locks(environ: Mapping[str, str], warn: Callable[[str], None]) -> None:

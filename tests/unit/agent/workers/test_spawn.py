@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.config import AgentConfig
-from elaunch.agent.workers.spawn import MasterPort, NoPort, Spawner, reserve
+from elaunch.agent.config import AgentConfig, CannotRun
+from elaunch.agent.workers.spawn import MasterPort, Spawner, reserve
 from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
 from tests.harness import DEADLINE_S, free_ports
 
@@ -49,7 +49,7 @@ def test_the_first_free_port_of_a_range_is_taken(taken: list[int]) -> None:
 
 
 def test_a_taken_port_is_named_with_its_number_and_the_way_out(taken: list[int]) -> None:
-    with pytest.raises(NoPort) as caught:
+    with pytest.raises(CannotRun) as caught:
         reserve(config(taken[0]))
 
     assert f"port {taken[0]} is in use on 127.0.0.1" in str(caught.value)
@@ -58,9 +58,9 @@ def test_a_taken_port_is_named_with_its_number_and_the_way_out(taken: list[int])
 
 def test_an_address_of_another_host_or_of_none_is_an_error_with_the_way_out() -> None:
     # TEST-NET-1 (RFC 5737) and the .invalid domain (RFC 2606) have no hosts.
-    with pytest.raises(NoPort, match=r"192\.0\.2\.1 is not an address of this host .* --master-addr"):
+    with pytest.raises(CannotRun, match=r"192\.0\.2\.1 is not an address of this host .* --master-addr"):
         reserve(config(addr="192.0.2.1"))
-    with pytest.raises(NoPort, match=r"the address nowhere\.invalid is unknown .* --master-addr"):
+    with pytest.raises(CannotRun, match=r"the address nowhere\.invalid is unknown .* --master-addr"):
         reserve(config(addr="nowhere.invalid"))
 
 
@@ -82,7 +82,7 @@ def test_a_name_that_is_loopback_to_this_host_alone_is_reached_at_every_address(
 def is_taken(port: int) -> bool:
     try:
         reserve(config(port)).close()
-    except NoPort:
+    except CannotRun:
         return True
     return False
 
