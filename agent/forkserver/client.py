@@ -90,15 +90,12 @@ class ForkServer:
             boot, path = self._boot(theirs), socket_path(self._program)
             try:
                 checked(path.parent)
-                with connected(path) as (connection, handshake):
+                with connected(path) as (connection, handshake), os.fdopen(boot.memfd()) as message:
                     since = float(handshake["since"])
-                    boot_fd = boot.memfd()
                     try:
-                        wire.send(connection, {"op": "take"}, (boot_fd, 2, theirs.fileno()))
+                        wire.send(connection, {"op": "take"}, (message.fileno(), 2, theirs.fileno()))
                     except OSError as error:
                         raise Cold("the warm fork server has exited") from error
-                    finally:
-                        os.close(boot_fd)
                     _receive(connection, _CHECKS_S)
                     self.pid = credentials(connection)[0]
             except Cold as error:
@@ -153,21 +150,17 @@ class ForkServer:
     def _start(self) -> None:
         self._socket, theirs = wire.pair()
         boot = self._boot(theirs)
-        boot_fd = boot.memfd()
-        command, environment = boot.command(self._environment, boot_fd)
-        try:
+        with theirs, os.fdopen(boot.memfd()) as message:
+            command, environment = boot.command(self._environment, message.fileno())
             self._process = subprocess.Popen(
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 # A sitecustomize or a preloaded module may print. On stderr no pipeline reads that as data.
                 stdout=2,
-                pass_fds=(boot_fd, theirs.fileno()),
+                pass_fds=(message.fileno(), theirs.fileno()),
                 start_new_session=True,
             )
-        finally:
-            os.close(boot_fd)
-            theirs.close()
         self.pid = self._process.pid
         self._socket.setblocking(False)
 

@@ -161,13 +161,9 @@ class Spawner:
         ours, theirs = wire.pair()
         ours.setblocking(False)
         group.store = ours
-        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fds = (null, null, null, listener.fileno(), theirs.fileno())
+        with theirs, Path(os.devnull).open("r+b", 0) as null:
+            fds = (null.fileno(), null.fileno(), null.fileno(), listener.fileno(), theirs.fileno())
             self._server.spawn_store(group.generation, group.table.master_addr, group.table.master_port, fds)
-        finally:
-            os.close(null)
-            theirs.close()
 
     def _start_worker(self, group: WorkerGroup, local_rank: int) -> None:
         theirs: list[int] = []
