@@ -182,9 +182,16 @@ class Engine:
                 case Delete(start, end):
                     for key in self._index[bisect_left(self._index, start) : bisect_left(self._index, end)]:
                         written[key] = self._replace(key, None)
-        if written:
-            self.revision += 1
-            self._remember(Changes(self.revision, written))
+        if not written:
+            return
+        self.revision += 1
+        changes = Changes(self.revision, written)
+        self._history.append(changes)
+        self._history_bytes += _changes_bytes(changes)
+        self.listener(changes)
+        # With ten percent of slack, so that not every write compacts.
+        if len(self._history) > self._history_revisions + self._history_revisions // 10:
+            self.compact(self.revision + 1 - self._history_revisions)
 
     def _replace(self, key: str, entry: KeyEntry | None) -> KeyEntry | None:
         """Write a key, or delete it. Returns its new entry."""
@@ -202,14 +209,6 @@ class Engine:
             if entry.lease:
                 self._leases[entry.lease].keys.add(key)
         return entry
-
-    def _remember(self, changes: Changes) -> None:
-        self._history.append(changes)
-        self._history_bytes += _changes_bytes(changes)
-        self.listener(changes)
-        # With ten percent of slack, so that not every write compacts.
-        if len(self._history) > self._history_revisions + self._history_revisions // 10:
-            self.compact(self.revision + 1 - self._history_revisions)
 
     def _check_space(self, size: int) -> None:
         # History is dropped before a write is refused. A watch that loses its history is notified, and reads again.
@@ -240,7 +239,8 @@ def _checked_size(txn: Txn) -> int:
         size += sum(len(put.key.encode(*_RAW)) + len(put.value.encode(*_RAW)) for put in puts)
         if not all(op.key for op in branch):
             raise EtcdError(errors.INVALID, "etcdserver: key is not provided")
-        if len({put.key for put in puts}) < len(puts) or any(_deletes(op, put.key) for op in deletes for put in puts):
+        deleted = (op.key <= put.key < op.end if op.end else put.key == op.key for op in deletes for put in puts)
+        if len({put.key for put in puts}) < len(puts) or any(deleted):
             raise EtcdError(errors.INVALID, "etcdserver: duplicate key given in txn request")
     if max(len(txn.guards), len(txn.then), len(txn.otherwise)) > OPS_MAX:
         raise EtcdError(errors.INVALID, "etcdserver: too many operations in txn request")
@@ -251,10 +251,6 @@ def _checked_size(txn: Txn) -> int:
 
 # Keys and values may be bytes that are not UTF-8.
 _RAW = ("utf-8", "surrogateescape")
-
-
-def _deletes(op: Delete, key: str) -> bool:
-    return op.key <= key < op.end if op.end else key == op.key
 
 
 _BATCH_REVISIONS = 100

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elaunch.rendezvous.format import listed
+from elaunch.rendezvous.format import listed, plural
 from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, RankTable, Streak, Terms, host_of
 
 _TRACEBACK = "Traceback (most recent call last)"
@@ -238,7 +238,7 @@ def _repeated(failure: Failure, earlier: Failure, *, has_progressed: bool) -> st
         return ""
     if failure.step >= 0 or earlier.step >= 0:
         return f"{twice}, in the same step, after step {failure.step}" if failure.step == earlier.step else ""
-    messages = {_without_addresses(each.message) for each in (failure, earlier)}
+    messages = {re.sub(r"0x[0-9a-fA-F]+", "#", each.message) for each in (failure, earlier)}
     if failure.kind is FailureKind.EXCEPTION and len(messages) > 1:
         return ""
     longer_s = max(failure.lived_s, earlier.lived_s)
@@ -256,8 +256,7 @@ def _budget(terms: Terms) -> str:
     if terms.max_restarts == 0:
         return "max_restarts is 0, so any failure ends the job"
     within = "" if terms.restart_window_s is None else f" within {terms.restart_window_s:g} s"
-    restarts = "1 restart" if terms.max_restarts == 1 else f"{terms.max_restarts} restarts"
-    return f"the budget of {restarts}{within} is spent"
+    return f"the budget of {plural(terms.max_restarts, 'restart')}{within} is spent"
 
 
 def _own_message(failure: Failure) -> str:
@@ -270,10 +269,6 @@ def _own_message(failure: Failure) -> str:
 
 def _without_numbers(message: str) -> str:
     return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", message)
-
-
-def _without_addresses(message: str) -> str:
-    return re.sub(r"0x[0-9a-fA-F]+", "#", message)
 
 
 # After a generation that ran for this long, the streak begins again: rare failures fall on one node by chance.
@@ -296,11 +291,8 @@ class Suspicion:
 
     def seatable(self, members: Iterable[str]) -> list[str]:
         """The members that are neither excluded nor on trial."""
-        return [node_id for node_id in members if not self._is_suspect(node_id)]
-
-    def _is_suspect(self, node_id: str) -> bool:
-        is_on_trial = bool(self.on_trial) and self.on_trial in (node_id, host_of(node_id))
-        return is_on_trial or is_excluded(node_id, self.excluded)
+        suspects = (*(each.who for each in self.excluded), self.on_trial)
+        return [node_id for node_id in members if node_id not in suspects and host_of(node_id) not in suspects]
 
 
 def assess(

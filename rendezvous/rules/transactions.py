@@ -141,8 +141,7 @@ def complete(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
 
 
 def _failed(number: int, failure: Failure, node_id: str) -> Generation:
-    is_secondary = failure.kind.is_secondary
-    return Generation(number, OpenKind.FAIL, failure.sentence, node_id, is_secondary=is_secondary)
+    return Generation(number, OpenKind.FAIL, failure.sentence, node_id, is_secondary=failure.kind.is_secondary)
 
 
 def _is_of_another_run(snapshot: Snapshot, failure: Failure) -> bool:

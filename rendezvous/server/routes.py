@@ -117,7 +117,9 @@ class Routes:
         return self._response(kvs=[_kv(key, entry) for key, entry in view.entries.items()])
 
     def _txn(self, request: Json) -> Json:
-        then, otherwise = (tuple(map(_op, _writes(request.get(name, ())))) for name in ("success", "failure"))
+        # A read is a placeholder in a transaction that writes nothing: its result is unused.
+        branches = (request.get(name, ()) for name in ("success", "failure"))
+        then, otherwise = (tuple(_op(op) for op in branch if "request_range" not in op) for branch in branches)
         txn = Txn(tuple(map(_guard, request.get("compare", ()))), then, otherwise)
         return self._response(succeeded=self._engine.commit(txn).held)
 
@@ -161,11 +163,6 @@ def _guard(compare: Json) -> TxnGuard:
         case "MOD", "LESS" if is_range:
             return NoneNewer(_prefix(compare), _number(compare, "mod_revision") - 1)
     raise ValueError(f"comparison {shown(compare)}")
-
-
-def _writes(ops: list[Json]) -> list[Json]:
-    """The writes. A read is a placeholder in a transaction that writes nothing: its result is unused."""
-    return [op for op in ops if "request_range" not in op]
 
 
 def _op(op: Json) -> Op:

@@ -155,8 +155,10 @@ class Server:
             except (OSError, ValueError):
                 accepted.close()
                 continue
+            self._clients[client] = None
             # A dual-stack listener shows an IPv4 address with this prefix.
-            self._begin(client, str(peer[0]).removeprefix("::ffff:"))
+            self._unauthenticated.add(client, str(peer[0]).removeprefix("::ffff:"), self._now_s)
+            self._selector.register(client.socket, client.registered, partial(self._arrive, client))
 
     def _free_slot(self) -> bool:
         """Close unauthenticated connections if there are too many. Returns whether one more connection fits."""
@@ -176,11 +178,6 @@ class Server:
                 " limit of open files on this host (ulimit -n), or let fewer jobs share the store",
             )
         return most > 0
-
-    def _begin(self, client: Connection, address: str) -> None:
-        self._clients[client] = None
-        self._unauthenticated.add(client, address, self._now_s)
-        self._selector.register(client.socket, client.registered, partial(self._arrive, client))
 
     def _arrive(self, client: Connection) -> None:
         """Queue a client whose first data has arrived. It is read when it is the turn of the client's address."""
