@@ -4,9 +4,18 @@ import sys
 
 from elaunch.interrupts import end_at_ctrl_c
 
+_ELSEWHERE = (
+    "elaunch: elaunch needs Linux 5.3 or newer, as in a container or WSL 2, and this is {}; torchrun takes the same"
+    " command line"
+)
+
 
 def main() -> None:
     """The entry point. Its exit codes are those of `elaunch.launcher.cli`."""
+    if sys.platform != "linux":
+        # What follows imports modules that only Linux has.
+        print(_ELSEWHERE.format(sys.platform), file=sys.stderr)
+        sys.exit(2)
     end_at_ctrl_c()
     from elaunch.launcher.cli import main as run
 

@@ -38,6 +38,29 @@ main()
 """
 
 
+# A simulation: an interpreter of Linux that takes itself for another system's, without the modules that only Unix has.
+ELSEWHERE = """
+import sys
+sys.platform = "PLATFORM"
+sys.modules.update(dict.fromkeys(("fcntl", "grp", "pwd", "resource", "termios")))
+from elaunch.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_on_another_system_the_command_is_one_sentence(platform: str) -> None:
+    command = [sys.executable, "-c", ELSEWHERE.replace("PLATFORM", platform), "train.py"]
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False)
+
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        f"elaunch: elaunch needs Linux 5.3 or newer, as in a container or WSL 2, and this is {platform}; torchrun takes"
+        " the same command line\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("fault", "code"), [("RuntimeError('a fault of ours')", 1), ("KeyboardInterrupt", 130), slow("SystemExit(7)", 7)]
 )
