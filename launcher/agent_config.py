@@ -10,6 +10,7 @@ from dataclasses import replace
 from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, ProgramText, StreamChoice, Streams
 from elaunch.agent.environment import DEFAULT_PRELOAD, RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
+from elaunch.agent.workers.topology import KINDS
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.options import Options, Source
@@ -126,10 +127,13 @@ def count_workers(requested: int | str | None, host: HostResources, cluster: Clu
     """
     if isinstance(requested, int):
         return requested, ""
-    if requested == "gpu" and host.gpus == 0:
-        raise UsageError("--nproc-per-node gpu finds no GPU that this process may use; use cpu, or give a number")
-    if requested != "cpu" and host.gpus > 0:
-        return host.gpus, f"{plural(host.gpus, 'worker')}, one per GPU"
+    found, kind = host.kinds.get(requested or "", host.gpus), (requested if requested in KINDS else "gpu").upper()
+    if requested in ("gpu", *KINDS) and found == 0:
+        raise UsageError(
+            f"--nproc-per-node {requested} finds no {kind} that this process may use; use cpu, or give a number"
+        )
+    if requested != "cpu" and found > 0:
+        return found, f"{plural(found, 'worker')}, one per {kind}"
     if requested is None and cluster and cluster.workers:
         return cluster.workers, f"{plural(cluster.workers, 'worker')}, from {cluster.scheduler}"
     if requested is None:

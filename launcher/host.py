@@ -15,14 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from elaunch.agent.linux import text_of
 from elaunch.agent.own_lines import can_move_cursor, is_one_terminal
-from elaunch.agent.workers.topology import read_gpus, visible
+from elaunch.agent.workers.topology import KINDS, read_gpus, visible
 from elaunch.launcher.errors import UsageError
 from elaunch.rendezvous.dial import resolve
 from elaunch.rendezvous.endpoint import Endpoint, is_loopback, is_meant_locally
@@ -44,6 +44,7 @@ class HostResources:
     """The resources of this host.
 
     `cpus` counts the logical CPUs in this process's affinity, `cores` the physical cores within its CPU quota.
+    `kinds` counts the GPUs of each of `KINDS`.
     `columns` is the width of the terminal that shows this process's stdout and stderr, 0 without one.
     `python` is this process's interpreter. `python_options` are its options that workers inherit.
     """
@@ -54,6 +55,7 @@ class HostResources:
     python: str
     python_options: tuple[str, ...] = ()
     columns: int = 0
+    kinds: Mapping[str, int] = field(default_factory=dict)
 
 
 def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
@@ -70,6 +72,7 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
         python=sys.executable,
         python_options=interpreter_options(),
         columns=shutil.get_terminal_size().columns if is_one_terminal(1, 2) and can_move_cursor(1) else 0,
+        kinds={kind: len(visible(read_gpus(root, kind), environ)) for kind in KINDS},
     )
 
 

@@ -1,7 +1,7 @@
 """The GPUs and CPUs that this node's workers may use: which GPUs are visible, and which CPUs are near them.
 
-GPUs are found without initializing CUDA: by device nodes and variables that hide some. The modes of CPU binding are
-torchrun's (torch/numa/binding.py), without numactl.
+GPUs are found without initializing CUDA: by device nodes and variables that hide some. All accelerators are called
+GPUs here. The modes of CPU binding are torchrun's (torch/numa/binding.py), without numactl.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from elaunch.agent.config import NumaBinding
@@ -18,27 +19,73 @@ from elaunch.agent.linux import text_of
 
 # Linux can be built for 8192 CPUs at most; this is eight times as many.
 _CPU_MAX = (1 << 16) - 1
+# PCI vendors, and the address of the GPU in Intel's processors.
+_INTEL, _HABANA, _IN_PROCESSOR = "0x8086", "0x1da3", "0000:00:02.0"
+
+
+class Vendor(Enum):
+    """Each vendor has its own variables that hide GPUs."""
+
+    NVIDIA = "NVIDIA"
+    AMD = "AMD"
+    ASCEND = "Ascend"
+    GAUDI = "Gaudi"
+    INTEL = "Intel"
+
+
+# torch's names of the devices of these vendors.
+KINDS = {"xpu": Vendor.INTEL, "npu": Vendor.ASCEND, "hpu": Vendor.GAUDI}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, NVIDIA's or AMD's: each has variables of its own that hide GPUs.
-
-    `uuid` is empty and `numa_node` is -1 if not known.
-    """
+    """One GPU. `uuid` is empty and `numa_node` is -1 if not known. An Intel `card` may have several GPUs."""
 
     uuid: str = ""
     numa_node: int = -1
-    is_amd: bool = False
+    vendor: Vendor = Vendor.NVIDIA
+    card: int = 0
 
 
 def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """The GPUs that the runtime will number 0, 1, …: all of them, or those that the variables choose, in that order."""
-    if not any(gpu.is_amd for gpu in gpus):
-        return _chosen(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
-    # ROCm's runtime selects first, and HIP then selects from the rest. HIP reads CUDA's variable if its own is missing.
-    amd = _chosen(gpus, environ.get("ROCR_VISIBLE_DEVICES"))
-    return _chosen(amd, environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES")))
+    """The GPUs that the runtime will number 0, 1, …: all of them, or those that the variables choose, in that order.
+
+    `gpus` are those of one vendor. A container runtime's own variables (ASCEND_VISIBLE_DEVICES) do not count: it mounts
+    the device nodes that they name.
+    """
+    match gpus[0].vendor if gpus else None:
+        case Vendor.AMD:
+            # ROCm's runtime selects first, and HIP then selects from the rest. HIP reads CUDA's variable if its own is
+            # missing.
+            amd = _chosen(gpus, environ.get("ROCR_VISIBLE_DEVICES"))
+            return _chosen(amd, environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES")))
+        case Vendor.ASCEND:
+            return _chosen(gpus, environ.get("ASCEND_RT_VISIBLE_DEVICES") or None)
+        case Vendor.GAUDI:
+            return _of_modules(gpus, environ)
+        case Vendor.INTEL:
+            return _unmasked(gpus, environ)
+        case _:
+            return _chosen(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _of_modules(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """As many Gaudi devices as the variables name. Which ones is not known: modules have numbers of their own."""
+    listed = [environ.get(f"HABANA_VISIBLE_{what}", "").lower() for what in ("MODULES", "DEVICES")]
+    counts = [len({*re.findall("[0-9]+", text)}) for text in listed if text not in ("", "all")]
+    return tuple(gpus[: min(counts, default=len(gpus))])
+
+
+def _unmasked(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """Intel's GPUs as Level Zero lists them: each tile of a card is a device, or with COMPOSITE each card.
+
+    The mask names devices. `0.1` is a part of device 0, which then is a device with that part only.
+    """
+    is_whole = environ.get("ZE_FLAT_DEVICE_HIERARCHY", "").upper() == "COMPOSITE"
+    devices = list(dict.fromkeys(gpus)) if is_whole else gpus
+    mask = environ.get("ZE_AFFINITY_MASK", "")
+    chosen = {entry.partition(".")[0].strip() for entry in mask.split(",")}
+    return tuple(gpu for index, gpu in enumerate(devices) if not mask or str(index) in chosen)
 
 
 def _chosen(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
@@ -72,9 +119,22 @@ def _index(name: str, gpus: Sequence[Gpu]) -> int | None:
     return 0 if gpus and not any(gpu.uuid for gpu in gpus) else None
 
 
-def read_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
-    """The GPUs of this host (or container): NVIDIA's by PCI address, else AMD's by KFD node."""
-    return _read_nvidia(root) or _read_amd(root)
+def read_gpus(root: Path = Path("/"), kind: str = "") -> tuple[Gpu, ...]:
+    """The GPUs of this host (or container) of one vendor: that of `kind`, else the first of these that has any.
+
+    NVIDIA's are in the order of their PCI addresses, AMD's in that of their KFD nodes.
+    """
+    match KINDS.get(kind):
+        case Vendor.INTEL:
+            # As in torch.xpu, a GPU in the processor is a device if there is no other.
+            return _read_intel(root) or _read_intel(root, integrated=True)
+        case Vendor.ASCEND:
+            return _read_ascend(root)
+        case Vendor.GAUDI:
+            return _read_gaudi(root)
+        case _:
+            readers = (_read_nvidia, _read_amd, _read_ascend, _read_gaudi, _read_intel)
+            return next(filter(None, (read(root) for read in readers)), ())
 
 
 def _is_usable(node: Path) -> bool:
@@ -111,7 +171,41 @@ def _read_amd(root: Path) -> tuple[Gpu, ...]:
             continue
         unique_id = int(facts.get("unique_id", "0") or 0)
         uuid = f"GPU-{unique_id:016x}" if unique_id else ""
-        gpus.append(Gpu(uuid, _number(root / "sys/class/drm" / render / "device/numa_node"), is_amd=True))
+        gpus.append(Gpu(uuid, _number(root / "sys/class/drm" / render / "device/numa_node"), Vendor.AMD))
+    return tuple(gpus)
+
+
+def _numbered(folder: Path, name: str) -> list[tuple[int, Path]]:
+    """The usable device nodes `name` with a number in `folder`, in the order of their numbers."""
+    numbers = sorted(int(n) for path in folder.glob(f"{name}[0-9]*") if (n := path.name.removeprefix(name)).isdecimal())
+    return [(number, path) for number in numbers if _is_usable(path := folder / f"{name}{number}")]
+
+
+def _read_ascend(root: Path) -> tuple[Gpu, ...]:
+    return tuple(Gpu(vendor=Vendor.ASCEND) for _ in _numbered(root / "dev", "davinci"))
+
+
+def _read_gaudi(root: Path) -> tuple[Gpu, ...]:
+    """Other accelerators have nodes with the same names."""
+    folders = [root / "sys/class/accel" / path.name / "device" for _, path in _numbered(root / "dev/accel", "accel")]
+    return tuple(
+        Gpu("", _number(it / "numa_node"), Vendor.GAUDI) for it in folders if text_of(it / "vendor") == _HABANA
+    )
+
+
+def _read_intel(root: Path, *, integrated: bool = False) -> tuple[Gpu, ...]:
+    """The tiles of Intel's cards, or the GPU in the processor, which is always at PCI address 0000:00:02.0.
+
+    The driver xe lists a card's tiles. i915 lists a `gt` for each.
+    """
+    gpus: list[Gpu] = []
+    for card, path in _numbered(root / "dev/dri", "renderD"):
+        device = root / "sys/class/drm" / path.name / "device"
+        if text_of(device / "vendor") != _INTEL or (device.resolve().name == _IN_PROCESSOR) != integrated:
+            continue
+        tiles = [*device.glob("tile[0-9]*")] or [*device.glob("drm/card*/gt/gt[0-9]*")]
+        tile = Gpu("", _number(device / "numa_node"), Vendor.INTEL, card)
+        gpus += [tile] * (1 if integrated else max(1, len(tiles)))
     return tuple(gpus)
 
 
@@ -203,7 +297,9 @@ def read_topology(slots: int, environ: Mapping[str, str], root: Path = Path("/")
     # A kernel without NUMA has no such folder. All CPUs are one node then.
     nodes = nodes or {0: cpus}
     folders = {cpu: system / f"cpu/cpu{cpu}" for cpu in cpus}
-    gpu_nodes = [gpu.numa_node for gpu in visible(read_gpus(root), environ)]
+    # That of an Ascend device is not known.
+    gpus = (gpu for gpu in visible(read_gpus(root), environ) if gpu.vendor is not Vendor.ASCEND)
+    gpu_nodes = [gpu.numa_node for gpu in gpus]
     turns = [sorted(nodes)[rank % len(nodes)] for rank in range(slots)]
     return Topology(
         nodes,

@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 
 from elaunch.agent.serve.event_hook import run_limited
-from elaunch.agent.workers.topology import read_gpus, visible
+from elaunch.agent.workers.topology import Vendor, read_gpus, visible
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.inspect.text import duration
 from elaunch.rendezvous.format import bytes_text, plain
@@ -169,7 +169,7 @@ def check_torch(environ: Mapping[str, str], needs: Needs) -> Iterator[Finding]:
     if not needs.uses_python:
         yield ok("the program is a command: torch was not tried")
         return
-    gpus = len(visible(read_gpus(), environ))
+    gpus = sum(gpu.vendor is Vendor.NVIDIA for gpu in visible(read_gpus(), environ))
     argv = [needs.interpreter, "-c", PROBE, str(gpus)]
     try:
         yield from judge_torch(_run(argv, TORCH_S, environ), gpus)
@@ -219,8 +219,9 @@ def judge_torch(output: str, gpus: int) -> Iterator[Finding]:
 def check_gpus(environ: Mapping[str, str], needs: Needs) -> Iterator[Finding]:
     devices = read_gpus()
     seen = len(visible(devices, environ))
-    if devices and devices[0].is_amd:
-        yield ok(f"{len(devices)} AMD GPU(s), {seen} visible; elaunch does not read their health")
+    if devices and devices[0].vendor is not Vendor.NVIDIA:
+        kind = devices[0].vendor.value
+        yield ok(f"{len(devices)} {kind} GPU(s), {seen} visible; elaunch does not read their health")
     elif not devices and not Path("/proc/driver/nvidia/version").exists():
         way_out = "ask the scheduler for GPUs; in a container use the NVIDIA runtime (docker run --gpus all)"
         missing = bad("--nproc-per-node gpu needs an NVIDIA driver, and there is none here", way_out)

@@ -72,8 +72,8 @@ class Options:
         default=(1, 1), default_text="1", peer=True,
     )
     nproc_per_node: int | str | None = _option(
-        Group.SIZE, "N", "workers per node: N, gpu, cpu, auto", values.workers,
-        default_text="one per GPU, else 1", peer=True, differs="default 1; also counts xpu",
+        Group.SIZE, "N", "workers: N, gpu, cpu, auto, xpu, npu, hpu", values.workers,
+        default_text="the GPUs, else 1", peer=True, differs="default 1; gpu is CUDA's only",
     )
 
     hosts: tuple[Host, ...] = _option(

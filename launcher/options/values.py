@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice, Streams
+from elaunch.agent.workers.topology import KINDS
 from elaunch.launcher.options.hostlist import Host, parse_hosts
 from elaunch.rendezvous.rules.assign_ranks import counts_in
 from elaunch.rendezvous.types import SLOTS_MAX
@@ -174,12 +175,13 @@ def nodes(raw: Raw) -> tuple[int, int]:
 
 
 def workers(raw: Raw) -> int | str:
-    """A number of workers, or the name of the resource that is counted on the host: gpu, cpu or auto."""
+    """A number of workers, or the name of the resource that is counted on the host."""
     word = text(raw)
-    if word in ("gpu", "cpu", "auto"):
+    if word in ("gpu", "cpu", "auto", *KINDS):
         return word
     if not re.fullmatch(r"[+-]?[0-9]+", word):
-        raise ValueError("is neither a number nor a known resource; use gpu, cpu or auto, or give a number")
+        known = ", ".join(("gpu", "cpu", *KINDS))
+        raise ValueError(f"is neither a number nor a known resource; use {known} or auto, or give a number")
     return whole(word, low=1, high=SLOTS_MAX)
 
 

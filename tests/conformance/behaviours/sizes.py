@@ -45,8 +45,8 @@ BEHAVIOURS = (
     Behaviour(
         number=22,
         fact="`--nproc-per-node` is a number, `cpu`, `gpu` or `auto`",
-        differs=f"the default is one worker per GPU, and 1 without a GPU; torchrun's is 1; {_USAGE}. `xpu` and other"
-        " accelerators of torch are not counted",
+        differs=f"the default is one worker per GPU, and 1 without a GPU; torchrun's is 1; {_USAGE}. `gpu` and `auto`"
+        " count other vendors' accelerators too; `xpu`, `npu` and `hpu` need no torch that has them",
         trials=(
             Trial(args="--nproc-per-node cpu train.py WORLD_SIZE", torchrun=Expected(says=(r"WORLD_SIZE=\d+$",))),
             _refused("--nproc-per-node carrots", "ValueError", "--nproc-per-node carrots is neither a number nor"),

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from elaunch.agent.workers.topology import Gpu, read_gpus, visible
+from elaunch.agent.workers.topology import Gpu, Vendor, read_gpus, visible
 from elaunch.launcher import host
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import (
@@ -28,7 +28,7 @@ from elaunch.rendezvous.endpoint import Endpoint
 
 UUIDS = ("GPU-aaaa1111-0", "GPU-aaaa2222-0", "GPU-bbbb3333-0", "GPU-cccc4444-0")
 NVIDIA = tuple(Gpu(uuid) for uuid in UUIDS)
-AMD = tuple(Gpu(uuid, is_amd=True) for uuid in UUIDS)
+AMD = tuple(Gpu(uuid, vendor=Vendor.AMD) for uuid in UUIDS)
 
 
 def write(root: Path, path: str, text: str = "") -> None:
@@ -94,7 +94,55 @@ def test_amd_gpus_are_topology_nodes_with_simd_units_and_a_usable_render_node(
     monkeypatch.setattr("elaunch.agent.workers.topology._is_usable", lambda node: node.name != "renderD130")
     gpus = read_gpus(tmp_path)
 
-    assert gpus == (Gpu("GPU-00000000000000ff", 1, is_amd=True), Gpu("", -1, is_amd=True))
+    assert gpus == (Gpu("GPU-00000000000000ff", 1, vendor=Vendor.AMD), Gpu("", -1, vendor=Vendor.AMD))
+
+
+def device(root: Path, node: str, kind: str, address: str, vendor: str, *parts: str) -> None:
+    """One accelerator in a made-up tree: its device node, and its PCI device with `parts`."""
+    pci = root / "sys/devices" / address
+    write(pci, "vendor", f"{vendor}\n")
+    for part in parts:
+        (pci / part).mkdir(parents=True)
+    write(root, f"dev/{node}")
+    (root / "sys/class" / kind / Path(node).name).mkdir(parents=True)
+    (root / "sys/class" / kind / Path(node).name / "device").symlink_to(pci)
+
+
+def counted(root: Path, kind: str = "", **environ: str) -> int:
+    return len(visible(read_gpus(root, kind), environ))
+
+
+def test_intels_cards_count_by_tiles_and_the_gpu_in_the_processor_only_as_the_only_xpu(tmp_path: Path) -> None:
+    device(tmp_path, "dri/renderD128", "drm", "0000:00:02.0", "0x8086", "drm/card0/gt/gt0", "drm/card0/gt/gt1")
+    device(tmp_path, "dri/renderD131", "drm", "0000:07:00.0", "0x1a03")
+    assert (counted(tmp_path), counted(tmp_path, "xpu")) == (0, 1)
+
+    device(tmp_path, "dri/renderD129", "drm", "0000:3a:00.0", "0x8086", "tile0/gt0", "tile0/gt1", "tile1/gt0")
+    device(tmp_path, "dri/renderD130", "drm", "0000:9a:00.0", "0x8086", "drm/card2/gt/gt0", "drm/card2/gt/gt1")
+    assert (counted(tmp_path), counted(tmp_path, "xpu"), counted(tmp_path, "npu")) == (4, 4, 0)
+    assert counted(tmp_path, ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE") == 2
+    assert counted(tmp_path, ZE_AFFINITY_MASK="0, 3,9") == 2
+    assert counted(tmp_path, ZE_AFFINITY_MASK="0.0,0.1", ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE") == 1
+
+
+def test_ascend_devices_are_numbered_nodes_and_the_first_wrong_number_ends_the_list(tmp_path: Path) -> None:
+    for node in ("davinci0", "davinci1", "davinci10", "davinci_manager"):
+        write(tmp_path, f"dev/{node}")
+
+    assert (counted(tmp_path), counted(tmp_path, "npu"), counted(tmp_path, "xpu")) == (3, 3, 0)
+    assert counted(tmp_path, ASCEND_RT_VISIBLE_DEVICES="0,2") == 2
+    assert counted(tmp_path, ASCEND_RT_VISIBLE_DEVICES="1,7,0") == 1
+    # The container runtime has mounted these devices.
+    assert counted(tmp_path, ASCEND_VISIBLE_DEVICES="4,5,14") == 3
+
+
+def test_gaudi_devices_are_accelerators_of_habanas(tmp_path: Path) -> None:
+    for number, vendor in enumerate(("0x1da3", "0x1da3", "0x8086", "0x1da3")):
+        device(tmp_path, f"accel/accel{number}", "accel", f"0000:{number}a:00.0", vendor)
+    write(tmp_path, "dev/accel/accel_controlD0")
+
+    assert (counted(tmp_path), counted(tmp_path, "hpu")) == (3, 3)
+    assert counted(tmp_path, HABANA_VISIBLE_DEVICES="all", HABANA_VISIBLE_MODULES="5,7") == 2
 
 
 def test_the_tightest_quota_of_a_v2_group_and_those_above_it_counts(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.harness import REPOSITORY
 
 GPU_HOST = HostResources(cpus=128, cores=64, gpus=8, python="/usr/bin/python3")
 CPU_HOST = HostResources(cpus=16, cores=8, gpus=0, python="/usr/bin/python3")
+MIXED_HOST = dataclasses.replace(CPU_HOST, gpus=2, kinds={"xpu": 4, "npu": 2, "hpu": 0})
 
 
 def options_of(*argv: str, **environ: str) -> Options:
@@ -177,7 +178,8 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
         (["--nnodes", "4:2"], " is neither a number of nodes nor a range; use N or MIN:MAX with 1 <= MIN <= MAX"),
         (["--rdzv-endpoint", "a:b"], " is not an endpoint; use HOST:PORT, [IPV6]:PORT or https://HOST:PORT, several"),
         (["--node-rank", "1"], " is out of range: the nodes' ranks are 0 to 0"),
-        (["--nproc-per-node", "xpu"], " is neither a number nor a known resource; use gpu, cpu or auto, or give a"),
+        (["--nproc-per-node", "tpu"], " is neither a number nor a known resource; use gpu, cpu, xpu, npu, hpu or auto"),
+        (["--nproc-per-node", "xpu"], " finds no XPU that this process may use; use cpu, or give a number"),
         (["--nproc-per-node", "gpu"], " finds no GPU that this process may use; use cpu, or give a number"),
         (["--restart-window", "0"], " is not a length of time; give more than 0 seconds"),
         (["--no-restart-codes", "93,256"], " is not a list of exit codes; use numbers from 1 to 255, as in 93,94"),
@@ -230,6 +232,8 @@ def test_streams_mean_what_they_mean_to_torchrun(text: str) -> None:
         (["--nproc-per-node", "gpu"], GPU_HOST, 8),
         (["--nproc-per-node", "cpu"], GPU_HOST, 128),
         (["--nproc-per-node", "auto"], CPU_HOST, 16),
+        (["--nproc-per-node", "auto"], MIXED_HOST, 2),
+        (["--nproc-per-node", "xpu"], MIXED_HOST, 4),
     ],
 )
 def test_workers_are_counted_as_requested(requested: list[str], host: HostResources, slots: int) -> None:
