@@ -10,7 +10,8 @@ from dataclasses import replace
 from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, ProgramText, StreamChoice, Streams
 from elaunch.agent.environment import DEFAULT_PRELOAD, RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
-from elaunch.agent.workers.topology import KINDS
+from elaunch.agent.linux import in_threads
+from elaunch.agent.workers.topology import KINDS, nvlink_domain
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.options import Options, Source
@@ -28,6 +29,7 @@ _SECRETS = ("ELAUNCH_TOKEN",)
 # The signals by which schedulers announce the end of a job.
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
+_NVML_S = 5.0
 _COLOURS = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PYTHON_COLORS")
 
 # torchrun puts this before each line under --tee. Scripts search for it.
@@ -118,6 +120,18 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
             *_without_effect((*planned.ignored, *accepted)),
         ),
     )
+
+
+def topology_of(options: Options, planned: Planned) -> str:
+    """This node's place in the network: the given one, else the scheduler's, else its GPUs' NVLink domain.
+
+    Empty if it is unknown, or cannot matter: the ranks of a static rendezvous are given.
+    """
+    if planned.plan.node_rank is not None or options.nnodes[1] == 1:
+        return ""
+    known = options.topology or (planned.cluster.topology if planned.cluster else "")
+    # A driver may hang.
+    return known or in_threads({"": nvlink_domain}, _NVML_S, "elaunch-nvml").get("", "")
 
 
 def count_workers(requested: int | str | None, host: HostResources, cluster: Cluster | None = None) -> tuple[int, str]:

@@ -259,6 +259,8 @@ class Pods:
                 return self._uids.setdefault(pod.owner["metadata"]["name"], str(uuid.uuid4()))
             case {"secretKeyRef": {"name": name, "key": key}}:
                 return self._secrets[name][key]
+            case {"fieldRef": {"fieldPath": "metadata.labels['topology.kubernetes.io/zone']"}}:
+                return f"zone-{pod.ordinal % 2}"
         raise AssertionError(f"what is {source}?")
 
     def _volumes(self, pod: Pod, container: Object, home: Path) -> dict[str, str]:

@@ -49,6 +49,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 MpiDefault=none
+TopologyPlugin=topology/tree
 ReturnToService=2
 # A job is killed for its time only where elaunch does not end it, however busy the machine is.
 KillWait=120
@@ -170,6 +171,9 @@ class Slurm:
         for i in range(self.count):
             conf += f"NodeName=node{i} NodeAddr={address4(i)} CPUs=8 RealMemory=4000 Gres=gpu:2 State=UNKNOWN\n"
         (self.folder / "slurm.conf").write_text(conf)
+        # Nodes with even numbers are below one switch, and the others below another.
+        switches = [f"SwitchName=s{i} Nodes={','.join(f'node{n}' for n in range(i, self.count, 2))}" for i in (0, 1)]
+        (self.folder / "topology.conf").write_text("\n".join([*switches, "SwitchName=top Switches=s[0-1]", ""]))
         # The files have to be devices, but no program uses them.
         (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         is_v2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()

@@ -258,6 +258,7 @@ def node_report(agent: Agent, pid: int, age_s: float, seen: WorkersSeen | None) 
         state,
         age_s,
         waiting=agent.waiting.text,
+        topology=agent.me.topology,
         trouble="" if reach.failing_since_s is None else f"the store {reach.last.trouble.value}: {reach.last.why}",
     )
     if seen is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from elaunch.agent.linux import text_of
 
 # Linux can be built for 8192 CPUs at most; this is eight times as many.
 _CPU_MAX = (1 << 16) - 1
+# nvmlGpuFabricInfo_v2_t (nvml.h): version, ClusterUUID, status, clique, state, health.
+_FABRIC_INFO, _FABRIC_COMPLETED = "=I16siIB3xI", 3
 # PCI vendors, and the address of the GPU in Intel's processors.
 _INTEL, _HABANA, _IN_PROCESSOR = "0x8086", "0x1da3", "0000:00:02.0"
 
@@ -135,6 +138,31 @@ def read_gpus(root: Path = Path("/"), kind: str = "") -> tuple[Gpu, ...]:
         case _:
             readers = (_read_nvidia, _read_amd, _read_ascend, _read_gaudi, _read_intel)
             return next(filter(None, (read(root) for read in readers)), ())
+
+
+def nvlink_domain() -> str:
+    """ClusterUUID and clique of this host's first GPU: hosts that have the same are connected by NVLink.
+
+    Empty without that, and if the driver does not report it.
+    """
+    from ctypes import CDLL, byref, c_void_p, create_string_buffer
+
+    size = struct.calcsize(_FABRIC_INFO)
+    # The version of a structure is its size, and its number in the highest byte.
+    device, info = c_void_p(), create_string_buffer(struct.pack(_FABRIC_INFO, size | 2 << 24, b"", 0, 0, 0, 0), size)
+    try:
+        nvml = CDLL("libnvidia-ml.so.1")
+        query = nvml.nvmlDeviceGetGpuFabricInfoV
+        if nvml.nvmlInit_v2():
+            return ""
+        failed = nvml.nvmlDeviceGetHandleByIndex_v2(0, byref(device)) or query(device, info)
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        # No driver, or one that is older than the function.
+        return ""
+    _, uuid, status, clique, state, _ = struct.unpack(_FABRIC_INFO, info.raw)
+    is_known = not failed and not status and state == _FABRIC_COMPLETED and any(uuid)
+    return f"{uuid.hex()}.{clique}" if is_known else ""
 
 
 def _is_usable(node: Path) -> bool:

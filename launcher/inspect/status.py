@@ -23,7 +23,7 @@ from elaunch.rendezvous.types import RankTable, host_of, job_name
 # More ranks than this are shown by node, unless --ranks requests them.
 RANKS_SHOWN = 32
 _OF_RANKS = ("rank", "host", "pid", "state", "step", "step time", "waits", "last report", "memory", "phase")
-_HEAD = (*_OF_RANKS, "host free", "load")
+_HEAD = (*_OF_RANKS, "host free", "load", "topology")
 _HINT = "elaunch status --ranks shows each rank"
 
 
@@ -140,7 +140,7 @@ def _nodes(known: Gathered) -> list[dict[str, Any]]:
     is_live = known.job.ended is None
     absent = {seat.node_id for seat in known.job.seats if seat.is_member is False and is_live}
     rows += [(id_, report.host, None, 0) for id_, report in known.nodes.items() if id_ not in listed]
-    names = ("pid", "waiting", "trouble", "memory_bytes", "memory_free_bytes", "cpus")
+    names = ("pid", "waiting", "trouble", "memory_bytes", "memory_free_bytes", "cpus", "topology")
     found: list[dict[str, Any]] = []
     for node_id, host, first_rank, slots in rows:
         report = known.nodes.get(node_id)
@@ -273,6 +273,7 @@ def _rows(record: dict[str, Any], *, by_rank: bool) -> list[tuple[str, ...]]:
                     one.get("phase", ""),
                     "" if by_rank or node["memory_free_bytes"] is None else bytes_text(node["memory_free_bytes"]),
                     "" if by_rank or node["load"] is None else f"{node['load']:.1f}",
+                    node["topology"] or "",
                 )
             )
     columns = [at for at in range(len(_HEAD)) if any(row[at] for row in rows)]

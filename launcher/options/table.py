@@ -242,6 +242,10 @@ class Options:
         Group.RENDEZVOUS, "NAME", "scheduler that fills in the rest: auto, none, a name",
         values.OneOf("auto", "none", *SCHEDULERS), default="auto", default_text="auto",
     )
+    topology: str = _option(
+        Group.RENDEZVOUS, "PATH", "place like rack3.switch7; orders ranks", values.name(HOST_BYTES_MAX),
+        default="", default_text="Slurm's or NVLink's",
+    )
     token_file: str | None = _option(
         Group.RENDEZVOUS, "FILE", "file with the job's secret",
         default_text="ELAUNCH_TOKEN, else a new one",

@@ -230,6 +230,7 @@ def _detect_slurm(environ: Mapping[str, str], hostname: str, read: Callable[[str
         own_gpus=len(environ[seen[0]].split(",")) if gpus and seen else None,
         run_id=f"{name}.{step}",
         restarts=number(environ, "SLURM_RESTART_COUNT") or 0,
+        topology=_slurm_topology(environ),
         task=number(environ, "SLURM_LOCALID") or 0,
         tasks=tasks,
         sources=used(environ, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_NODEID"),
@@ -239,6 +240,12 @@ def _detect_slurm(environ: Mapping[str, str], hostname: str, read: Callable[[str
             " or add --gpu-bind=none to srun"
         ),
     )
+
+
+def _slurm_topology(environ: Mapping[str, str]) -> str:
+    """SLURM_TOPOLOGY_ADDR without the node, which is its last part (srun(1)). A node's name may have dots too."""
+    switches = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
+    return ".".join(environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")[:switches]).strip(".")
 
 
 def _node_address(output: str) -> str | None:

@@ -35,7 +35,7 @@ class Cluster:
     port of the head's store; None means the usual port, since no two jobs can share a head. `workers` is this node's
     number of workers, if it is not one for each GPU. `gpus` is the number of GPUs that the node was given. This process
     alone may use `own_gpus` of them. `run_id` is the same on all nodes of a job, and after each restart of the job by
-    the scheduler; `restarts` counts these.
+    the scheduler; `restarts` counts these. `topology` names the switches above this node, from the top.
 
     `task` is the index of this process among the `tasks` processes that the scheduler started for the job on this
     node. Only task 0 is an agent. `sources` are the variables that gave these facts. `note` is a sentence for the log.
@@ -56,6 +56,7 @@ class Cluster:
     own_gpus: int | None = None
     run_id: str | None = None
     restarts: int = 0
+    topology: str = ""
     task: int = 0
     tasks: int = 1
     sources: tuple[str, ...] = ()
@@ -81,6 +82,7 @@ def line(cluster: Cluster) -> str:
         f"{nodes} {'node' if nodes == '1' else 'nodes'}" if nodes else "",
         f"this is node {cluster.node_index}" if cluster.node_index is not None else "",
         f"the head is {cluster.head}" if cluster.head else "",
+        f"topology {cluster.topology}" if cluster.topology else "",
         f"{cluster.workers} workers here" if cluster.workers else "",
     ]
     facts = ", ".join(part for part in parts if part) or "nothing that matters here"

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from elaunch.rendezvous.types import Node, RankTable, Seat
@@ -64,11 +65,29 @@ def role_of_node(role: str, slots: int) -> str:
     return ",".join(sorted(name for name, _, _ in _runs(role, slots)))
 
 
-def in_order_of_rank(nodes: Iterable[Node], before: RankTable | None) -> list[Node]:
+def in_order_of_seating(nodes: Iterable[Node], before: RankTable | None) -> list[Node]:
     """Survivors of `before` keep their order. Newcomers follow by requested rank, then topology, then host name."""
     here = {node.node_id: node for node in nodes}
     survivors = [here.pop(seat.node_id) for seat in before.seats if seat.node_id in here] if before else []
-    return [*survivors, *sorted(here.values(), key=_sort_key)]
+    # First those in a lost node's place: most likely that of a survivor beside its seat, as the table has no topology.
+    places = {node.node_id: node.topology for node in survivors}
+    beside = pairwise(places.get(seat.node_id) for seat in before.seats) if before else ()
+    short = {place for pair in beside if None in pair for place in pair}
+    newcomers = by_topology(sorted(here.values(), key=_sort_key))
+    return [*survivors, *sorted(newcomers, key=lambda node: node.topology not in short)]
+
+
+def by_topology(nodes: Sequence[Node]) -> list[Node]:
+    """`nodes` in their order, but with those of one topology together, after the first of them, and so at each level.
+
+    Survivors that were together keep their order, and newcomers follow the survivors beside which they are.
+    """
+    first, places = dict[str, int](), dict[str, list[int]]()
+    for position, node in enumerate(nodes):
+        # rack3, rack3.switch7, …
+        levels = accumulate(node.topology.split(".", 8), "{}.{}".format)
+        places[node.node_id] = [*(first.setdefault(level, position) for level in levels), position]
+    return sorted(nodes, key=lambda node: places[node.node_id])
 
 
 def _give(nodes: Iterable[Node], seats: Counter[str], free: int) -> Seating:
@@ -90,11 +109,11 @@ def _give(nodes: Iterable[Node], seats: Counter[str], free: int) -> Seating:
     return Seating(tuple(taken), vacant, free, tuple(sorted({*vacant} - seated)), is_plain=len(roles) <= 1)
 
 
-def _sort_key(node: Node) -> tuple[int, int, str, list[str | int], str]:
+def _sort_key(node: Node) -> tuple[int, int, list[str | int], str]:
     """The sort key of newcomers: host-2 comes before host-10."""
-    parts = re.split(r"(\d+)", node.host)
+    parts = re.split(r"(\d+)", f"{node.topology} {node.host}")
     natural: list[str | int] = [int(part) if part.isdecimal() else part for part in parts]
-    return (node.node_rank < 0, node.node_rank, node.topology, natural, node.node_id)
+    return (node.node_rank < 0, node.node_rank, natural, node.node_id)
 
 
 class RolePlace(NamedTuple):

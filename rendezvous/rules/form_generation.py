@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elaunch.rendezvous.endpoint import PREFIX
-from elaunch.rendezvous.rules.assign_ranks import Seating, in_order_of_rank, seat
+from elaunch.rendezvous.rules.assign_ranks import Seating, by_topology, in_order_of_seating, seat
 from elaunch.rendezvous.rules.restart_policy import (
     NO_PROGRESS_MAX,
     GiveUp,
@@ -258,14 +258,15 @@ class _Forming:
             waiting_for = f"more nodes, {self.times.last_call_s:g} s: {here} of at most {most} are here"
             return Formed(formation, wake_s=due_s, waiting=waiting_for)
         # Newcomers are sorted only once, since that takes long for thousands.
-        seating = seat(self.before, in_order_of_rank(welcome, self.before), nodes_max)
-        first, joined = seating.nodes[0], self.joined[seating.nodes[0].node_id]
+        seating = seat(self.before, in_order_of_seating(welcome, self.before), nodes_max)
+        nodes = by_topology(seating.nodes)
+        first, joined = nodes[0], self.joined[nodes[0].node_id]
         table = replace(
             draft,
-            seats=seats_of([(node.node_id, node.slots, node.role) for node in seating.nodes]),
+            seats=seats_of([(node.node_id, node.slots, node.role) for node in nodes]),
             master_addr=first.address,
             master_port=joined.port,
-            mismatch=_other_software(seating.nodes, self.joined),
+            mismatch=_other_software(nodes, self.joined),
             vacant=seating.vacant,
             secret=joined.secret,
         )

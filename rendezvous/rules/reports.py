@@ -69,7 +69,7 @@ class NodeReport(Bounded):
     store.
 
     The host has `memory_bytes`, of which `memory_free_bytes` are available, `cpus`, and a load of `load` over the last
-    minute.
+    minute. `topology` is as in `Node`.
     """
 
     node_id: _Name
@@ -86,6 +86,7 @@ class NodeReport(Bounded):
     memory_free_bytes: _Bytes | None = None
     cpus: Annotated[int, _COUNT] | None = None
     load: Annotated[float, _COUNT] | None = None
+    topology: _Sentence = ""
 
 
 @dataclass(frozen=True)

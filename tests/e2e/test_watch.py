@@ -106,7 +106,9 @@ def two_nodes(folder: Path, run_id: str, ranks: int = 1) -> Iterator[tuple[Job, 
     words = (*words, "--rdzv-conf", "lease_ttl=180")
     env = {"ELAUNCH_TOKEN": TOKEN, "HOME": str(folder)}
     with ExitStack() as stack:
-        one, two = (stack.enter_context(running(folder, *words, ranks=ranks, env=env)) for _ in range(2))
+        # The first agent comes last in the network, so the second has rank 0.
+        places = (("--topology", rack) for rack in ("rack10.s1", "rack9.s1"))
+        one, two = (stack.enter_context(running(folder, *words, *each, ranks=ranks, env=env)) for each in places)
         yield one, two, place
 
 
@@ -177,7 +179,8 @@ def test_two_nodes_are_queried_from_a_third_host_with_the_token(tmp_path: Path) 
         for status in (near, far):
             assert [rank["rank"] for rank in status["ranks"]] == [0, 1]
             assert {rank["pid"] for rank in status["ranks"]} == {rank["pid"] for rank in near["ranks"]}
-            assert {node["pid"] for node in status["nodes"]} == {one.process.pid, two.process.pid}
+            places = [(node["pid"], node["topology"]) for node in status["nodes"]]
+            assert places == [(two.process.pid, "rack9.s1"), (one.process.pid, "rack10.s1")]
             assert status["notes"] == []
         assert (refused.returncode, unknown.returncode) == (3, 3)
         assert "requires its token" in refused.stderr

@@ -142,7 +142,7 @@ class AgentProcess:
             self.receive,
         )
         self._requests = RetryQueue(self.client.renew, self.receive, times.backoff_max_s, self.rng.uniform)
-        me = Node("", host.name, f"10.0.0.{number}", plan.slots, self.name, plan.role, plan.node_rank)
+        me = Node("", host.name, f"10.0.0.{number}", plan.slots, self.name, plan.role, plan.node_rank, plan.topology)
         self.agent = Agent(me, self.spec, times, Snapshot(KEYS), (USR1,))
         self.started_s = world.now_s
         self.is_alive = True

@@ -232,12 +232,21 @@ class Checks:
             self._require(not self._final(before.generation), "code", f"table {g} after {before}")
             kept = [n for n in (s.node_id for s in before.seats) if n in self.members or self._left.get(n, 0) > view]
             stays = [n for n in kept if n in nodes or not is_excluded(n, table.excluded)]
-            self._require(nodes[: len(stays)] == stays[: len(nodes)], "order", f"{nodes} after {stays}")
+            base = [*(n for n in nodes if n in stays), *(n for n in nodes if n not in stays)]
+            self._require(base[: len(stays)] == stays[: len(nodes)], "order", f"{nodes} after {stays}")
+            self._side_by_side(nodes, base)
             self._exclude(table, before)
             self._charge(table, before, lost=[s.node_id for s in before.seats if s.node_id not in kept])
         else:
+            self._side_by_side(nodes, nodes)
             self._require(table.restarts == 0, "budget", f"{table.restarts} restarts in the first table")
         run.table = self.tables[g] = self.standing[g] = table
+
+    def _side_by_side(self, nodes: list[str], base: list[str]) -> None:
+        """`nodes` are `base`, with the nodes of each topology where its first one is."""
+        places = [self._owners[node_id].host.plan.topology for node_id in base]
+        grouped = [base[i] for i in sorted(range(len(base)), key=lambda i: places.index(places[i]))]
+        self._require(nodes == grouped, "place", f"{nodes} of {base} in {places}")
 
     def _seat_roles(self, table: RankTable) -> None:
         """No role is ever without a node, and none gets a seat that another role has had."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elaunch.agent.config import NumaBinding
-from elaunch.agent.workers.topology import Topology, cpu_set, read_topology
+from elaunch.agent.workers.topology import Topology, cpu_set, nvlink_domain, read_topology
 
 ALL_MODES = list(NumaBinding)
 
@@ -70,6 +72,58 @@ def test_this_host_can_be_read_and_bound_to() -> None:
 
     assert topology.cpus <= os.sched_getaffinity(0)
     assert all(cpu_set(mode, 0, topology) for mode in ALL_MODES)
+
+
+class Nvml:
+    """A stand-in for NVIDIA's library, which reports `info`."""
+
+    def __init__(self, info: bytes, failed: int = 0) -> None:
+        self.info, self.failed, self.opened = info, failed, 0
+
+    def nvmlInit_v2(self) -> int:
+        self.opened += 1
+        return 0
+
+    def nvmlShutdown(self) -> None:
+        self.opened -= 1
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: object) -> int:
+        return index
+
+    def nvmlDeviceGetGpuFabricInfoV(self, device: object, info: Any) -> int:
+        assert struct.unpack("=I", info.raw[:4]) == (0x02000024,)
+        info.raw = self.info
+        return self.failed
+
+
+# The nvmlGpuFabricInfo_v2_t of a GPU in a rack whose hosts share NVLink: ClusterUUID, no error, clique 7, completed.
+FABRIC = bytes.fromhex("24000002" + "00ff" * 8 + "00000000" + "07000000" + "03000000" + "00000000")
+
+
+@pytest.mark.parametrize(
+    ("info", "failed", "domain"),
+    [
+        (FABRIC, 0, f"{'00ff' * 8}.7"),
+        (FABRIC, 3, ""),
+        (FABRIC[:4] + bytes(16) + FABRIC[20:], 0, ""),
+        (FABRIC[:28] + b"\2" + FABRIC[29:], 0, ""),
+    ],
+    ids=["known", "not supported", "no cluster", "in progress"],
+)
+def test_the_nvlink_domain_is_the_cluster_and_the_clique(
+    monkeypatch: pytest.MonkeyPatch, info: bytes, failed: int, domain: str
+) -> None:
+    library = Nvml(info, failed)
+    monkeypatch.setattr("ctypes.CDLL", {"libnvidia-ml.so.1": library}.__getitem__)
+
+    assert nvlink_domain() == domain
+    assert library.opened == 0
+
+
+def test_without_a_driver_there_is_no_nvlink_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda _: object())
+
+    assert nvlink_domain() == "", "the driver is too old"
 
 
 def test_the_topology_is_read_from_sysfs_within_the_affinity_and_the_visible_gpus(

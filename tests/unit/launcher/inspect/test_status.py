@@ -78,13 +78,13 @@ node-b did not answer within 3 s; its lease still holds
 
 def test_a_large_job_is_shown_by_node_unless_each_rank_is_requested() -> None:
     seats = tuple(SeatReport(f"n{i}-{i:08}", f"n{i}", 8 * i, 8, True) for i in range(8))
-    nodes = {f"n{i}-{i:08}": node(i, f"n{i}", range(8 * i, 8 * i + 8), step=100 + i) for i in range(8)}
+    nodes = {f"n{i}-{i:08}": node(i, f"n{i}", range(8 * i, 8 * i + 8), 100 + i, topology=f"r{i}") for i in range(8)}
     record = status_record(Gathered(replace(JOB, seats=seats, others=()), nodes, {}), NOW)
 
     by_node, by_rank = text_of(record), text_of(record, every_rank=True)
 
     assert len(record["ranks"]) > RANKS_SHOWN
-    assert re.search(r"^8–15 +n1 +running +101–108 +210 ms +0 s ago +6 GiB +40 GiB +2.0$", by_node, re.MULTILINE)
+    assert re.search(r"^8–15 +n1 +running +101–108 +210 ms +0 s ago +6 GiB +40 GiB +2.0 +r1$", by_node, re.MULTILINE)
     assert by_node.endswith("--ranks shows each rank\n")
     assert len(re.findall(r"^\d+ +n\d ", by_rank, re.MULTILINE)) == 64
     # A screen has as many lines as fit, and counts the others.

@@ -180,6 +180,7 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
         (["--node-rank", "1"], " is out of range: the nodes' ranks are 0 to 0"),
         (["--nproc-per-node", "tpu"], " is neither a number nor a known resource; use gpu, cpu, xpu, npu, hpu or auto"),
         (["--nproc-per-node", "xpu"], " finds no XPU that this process may use; use cpu, or give a number"),
+        (["--topology", "rack\t3"], " has characters that cannot be shown; use letters, digits and punctuation"),
         (["--nproc-per-node", "gpu"], " finds no GPU that this process may use; use cpu, or give a number"),
         (["--restart-window", "0"], " is not a length of time; give more than 0 seconds"),
         (["--no-restart-codes", "93,256"], " is not a list of exit codes; use numbers from 1 to 255, as in 93,94"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.agent_config import agent_config
+from elaunch.launcher.agent_config import agent_config, topology_of
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.hostlist import expand
@@ -120,6 +120,23 @@ def test_a_task_of_srun_knows_its_job() -> None:
     )
     assert found.head_query
     assert found.head_query.command == ("scontrol", "--oneliner", "show", "node", "node0")
+
+
+@pytest.mark.parametrize(
+    ("address", "pattern", "switches"),
+    [
+        ("core.s[0-1].s3.node1", "switch.switch.switch.node", "core.s[0-1].s3"),
+        (".ib-core.tors-r1.gpu027", "switch.switch.switch.node", "ib-core.tors-r1"),
+        ("node1.example.org", "node", ""),
+        ("", "", ""),
+    ],
+)
+def test_the_topology_is_the_switches_above_the_node(address: str, pattern: str, switches: str) -> None:
+    found = of_slurm(SLURM_TOPOLOGY_ADDR=address, SLURM_TOPOLOGY_ADDR_PATTERN=pattern)
+
+    assert topology_of(options_of("--nnodes", "4"), planned(found)) == switches
+    assert topology_of(options_of("--nnodes", "4", PET_TOPOLOGY="mine"), planned(found)) == "mine"
+    assert topology_of(options_of("--topology", "mine"), planned(found)) == "", "there is one node"
 
 
 def test_a_job_of_an_array_has_the_arrays_name_and_a_port_of_its_own() -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.rules.assign_ranks import (
+    by_topology,
     counts_in,
-    in_order_of_rank,
+    in_order_of_seating,
     newcomers_of,
     role_of,
     role_of_node,
@@ -117,8 +118,46 @@ def test_a_node_with_several_roles_is_replaced_by_one_with_the_same_whatever_the
 
 
 def test_survivors_keep_their_order_and_newcomers_follow() -> None:
-    assert in_order_of_rank([D, A, C, B], table(C, A)) == [C, A, B, D]
-    assert in_order_of_rank([B, A], None) == [A, B]
+    assert in_order_of_seating([D, A, C, B], table(C, A)) == [C, A, B, D]
+    assert in_order_of_seating([B, A], None) == [A, B]
+
+
+def placed(*places: str) -> list[Node]:
+    """Nodes a, b, … in a scheduler's order."""
+    return [node(chr(97 + rank), node_rank=rank, topology=place) for rank, place in enumerate(places)]
+
+
+@pytest.mark.parametrize(
+    ("places", "order"),
+    [
+        (("", "", ""), "abc"),
+        (("x", "w", "x", "", "w"), "acbed"),
+        # The halves of a rack stay together, and the rack.
+        (("r1.s1", "r2.s1", "r1.s2", "r1.s1", "r2.s1", "r1"), "adcfbe"),
+    ],
+)
+def test_nodes_of_one_part_of_the_network_have_neighbouring_ranks(places: tuple[str, ...], order: str) -> None:
+    assert (
+        "".join(chr(97 + each.node_rank) for each in by_topology(in_order_of_seating(placed(*places), None))) == order
+    )
+
+
+def test_racks_come_in_the_order_of_their_numbers() -> None:
+    nodes = [node(letter, topology=place) for letter, place in (("a", "r10"), ("b", "r9.s2"), ("c", "r9.s1"))]
+
+    assert [each.topology for each in in_order_of_seating(nodes, None)] == ["r9.s1", "r9.s2", "r10"]
+
+
+def test_a_lost_nodes_seat_goes_to_its_own_group_and_the_other_ranks_stay() -> None:
+    a, b, c, d, spare_of_x, spare_of_w = placed("x", "x", "w", "w", "x", "w")
+
+    seating = seat(table(a, b, c, d), in_order_of_seating([a, b, c, spare_of_x, spare_of_w], table(a, b, c, d)), 4)
+
+    assert seating.nodes == (a, b, c, spare_of_w)
+    seating = seat(table(a, b, c, d), in_order_of_seating([a, c, d, spare_of_w], table(a, b, c, d)), 4)
+    assert by_topology(seating.nodes) == [a, c, d, spare_of_w]
+    seating = seat(table(a, b, c, d), in_order_of_seating([a, c, d, spare_of_x], table(a, b, c, d)), 4)
+    assert by_topology(seating.nodes) == [a, spare_of_x, c, d]
 
 
 def test_the_roles_of_vacant_seats_come_back_from_the_store() -> None:
@@ -183,7 +222,7 @@ def test_a_job_for_which_no_node_of_the_role_comes_ends_with_a_sentence() -> Non
 def test_a_host_with_a_digit_that_is_no_number_has_its_place() -> None:
     hosts = ["gpu1²", "gpu10", "gpu2", "²"]
 
-    assert [n.host for n in in_order_of_rank([node("a", host=host) for host in hosts], None)] == [
+    assert [n.host for n in in_order_of_seating([node("a", host=host) for host in hosts], None)] == [
         "gpu1²",
         "gpu2",
         "gpu10",
