@@ -11,12 +11,12 @@ from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, Pro
 from elaunch.agent.environment import DEFAULT_PRELOAD, RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import in_threads
+from elaunch.agent.program_imports import program_text
 from elaunch.agent.workers.topology import KINDS, nvlink_domain
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.table import TABLE
-from elaunch.launcher.program_imports import program_text
 from elaunch.launcher.schedulers.detect import mark_of
 from elaunch.launcher.schedulers.facts import Cluster, line
 from elaunch.launcher.store.locate import Planned

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import shlex
 import shutil
 import sys
-import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from elaunch.agent.program_imports import is_python
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options
 from elaunch.rendezvous.types import ProgramKind
@@ -171,19 +170,6 @@ def _check_is_python(script: Path) -> None:
         path = str(script) if os.sep in str(script) else f"./{script}"
         command = path if os.access(script, os.X_OK) else f"sh {path}" if is_shell else f"{path}, after chmod +x"
         raise UsageError(f"{path} is a command, not a Python script; start it with --no-python {command}")
-
-
-def is_python(text: bytes) -> bool:
-    """Whether Python can parse `text`, or it is an archive of `zipapp`."""
-    with warnings.catch_warnings():
-        # Python reports these when it runs the program.
-        warnings.simplefilter("ignore")
-        try:
-            ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            # An archive of `zipapp` may begin with a shebang line.
-            return b"PK\x03\x04" in text
-    return True
 
 
 def read_secret(path: str) -> str:

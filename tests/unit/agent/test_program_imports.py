@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.environment import DEFAULT_PRELOAD
-from elaunch.launcher.program_imports import program_text
+from elaunch.agent.program_imports import program_text
 from elaunch.rendezvous.types import ProgramKind
 
 USES_ALL, USES_TORCH, USES_NOTHING = (), ("torch._dynamo",), DEFAULT_PRELOAD

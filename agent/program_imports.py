@@ -6,15 +6,16 @@ the default. A wrong result costs only time: a worker imports what is not preloa
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 from elaunch.agent.config import ProgramText
 from elaunch.agent.environment import DEFAULT_PRELOAD, PACKAGES
-from elaunch.launcher.preflight import is_python
 from elaunch.rendezvous.types import ProgramKind
 
 # These import modules whose names the source need not show.
@@ -57,6 +58,19 @@ def program_text(kind: ProgramKind, target: str) -> ProgramText:
         return _read(files, root)
     except (OSError, ValueError, RecursionError, MemoryError):
         return ProgramText()
+
+
+def is_python(text: bytes) -> bool:
+    """Whether Python can parse `text`, or it is an archive of `zipapp`."""
+    with warnings.catch_warnings():
+        # Python reports these when it runs the program.
+        warnings.simplefilter("ignore")
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            # An archive of `zipapp` may begin with a shebang line.
+            return b"PK\x03\x04" in text
+    return True
 
 
 def _program_files(kind: ProgramKind, target: str) -> tuple[list[Path], Path]:
