@@ -266,6 +266,7 @@ class TestUsage:
             (["--preload", "json", "--no-preload", "train.py"], "contradicts --no-preload"),
             (["--log-dir", "train.py", "train.py"], "--log-dir train.py is a file"),
             (["--no-python", "no-such-command"], "no-such-command is not an executable file"),
+            (["doctor", "--nnodes", "2"], "elaunch: --nnodes 2 needs the address of a store"),
             (["/dev/stdin"], "is not a regular file, so a restart could not read it again"),
             (
                 ["--log-dir", "/proc/nope", "train.py"],

@@ -167,9 +167,12 @@ BEHAVIOURS = (
         " `attempt_<n>/filtered_stdout.log` and `filtered_stderr.log`",
         trials=(
             _two(
-                "-t 3 --log-dir logs --duplicate-stdout-filters loss --duplicate-stderr-filters warn",
+                "-t 3 --log-dir logs --duplicate-stdout-filters step,loss --duplicate-stderr-filters warn",
                 Expected(
-                    leaves={f"{_TREE}/filtered_stdout.log": "loss 1 of 1", f"{_TREE}/filtered_stderr.log": "warn of 0"}
+                    leaves={
+                        f"{_TREE}/filtered_stdout.log": r"(?s)\A(?!.*out of).*loss 1 of 1",
+                        f"{_TREE}/filtered_stderr.log": r"(?s)\A(?!.*err of).*warn of 0",
+                    }
                 ),
             ),
         ),

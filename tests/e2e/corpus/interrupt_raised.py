@@ -1,5 +1,4 @@
 # headline: was killed by SIGINT in generation
 # next: none
-# slow
 
 raise KeyboardInterrupt

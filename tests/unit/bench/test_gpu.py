@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from bench.gpu import parts as gpu_parts
 from bench.gpu import prepare
 from bench.gpu.__main__ import last_error, run, run_all
 from bench.gpu.parts import BEGIN, END, NOT_RUN, Part, failed, parts, update
+from bench.samples import Run, Sample, encode
 from tests.harness import REPOSITORY, RUN_LIMIT_S, wait_for
 
 HAS_DEVICE = any(True for pattern in prepare.DEVICES for _ in Path("/").glob(pattern))
@@ -35,6 +37,15 @@ def test_make_gpu_without_a_gpu_is_one_sentence_and_runs_nothing() -> None:
     assert all(line.startswith("make") for line in rest)
     assert done.stdout == ""
     assert {path.name for path in REPOSITORY.iterdir()} == there
+
+
+def test_the_tables_of_launches_are_the_benchs() -> None:
+    sample = Sample("restart", "elaunch", 1, {"first all-reduce": 2.0}, {"CUDA context": 1.0})
+
+    text = "\n".join(gpu_parts.launches(encode(Run({}, {}, (sample,))))["tables"])
+
+    assert re.search(r"first all-reduce +\| +1 \| +elaunch \| +1 \| +2.00", text)
+    assert re.search(r"CUDA context +\| +1.00", text)
 
 
 def part(folder: Path, program: str, name: str = "one", limit_s: float = 60) -> Part:

@@ -70,14 +70,17 @@ def test_below_the_headline_the_jobs_first_failure_comes_first() -> None:
 
 def test_the_headline_is_one_sentence_with_the_end_the_time_the_restarts_and_the_lost_steps() -> None:
     failed = Timeline().add(7200, 0, "ended", outcome="failed", code=1, restarts=3, max_restarts=3)
-    jobs = restarted(), Timeline().opens(0, 0).succeeds(9, 0, 0), failed, Timeline().opens(0, 0)
+    killed = Timeline().add(25, 0, "agent_died", reason="elaunch itself (pid 7) died on node-b, by kill -9")
+    jobs = restarted(), Timeline().opens(0, 0).succeeds(9, 0, 0), failed, killed, Timeline().opens(0, 0)
 
     assert [report_of(job).headline for job in jobs] == [
         "Job night succeeded after 60 s: 1 restart, 3 steps lost.",
         "Job night succeeded after 9 s: no restart.",
         "Job night failed after 2 h 0 min: 3 of 3 restarts used.",
+        "Job night ended after 25 s, since elaunch itself (pid 7) died on node-b: no restart.",
         "Job night has a log without an end, which stops 1 s after the start: no restart.",
     ]
+    assert [summary(report_of(job))["state"] for job in jobs] == [*["ended"] * 4, "unknown"]
 
 
 def test_a_page_has_a_lane_for_each_rank_and_a_card_for_each_cause() -> None:

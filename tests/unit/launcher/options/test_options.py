@@ -244,15 +244,16 @@ def test_workers_are_counted_as_requested(requested: list[str], host: HostResour
 def test_a_chosen_number_of_threads_is_kept_and_a_single_worker_gets_all_cores() -> None:
     assert config_of("t.py", host=GPU_HOST, OMP_NUM_THREADS="5").environment["OMP_NUM_THREADS"] == "5"
     assert config_of("--nproc", "1", "t.py", host=GPU_HOST).environment["OMP_NUM_THREADS"] == "64"
+    assert config_of("--nproc", "5", "t.py", host=GPU_HOST).environment["OMP_NUM_THREADS"] == "12"
 
 
 def test_workers_inherit_the_environment_without_the_variables_of_an_outer_launcher() -> None:
-    outer = dict.fromkeys(RANK_VARIABLES, "9") | {"A": "b", "CUDA_VISIBLE_DEVICES": "3"}
+    outer = dict.fromkeys((*RANK_VARIABLES, "PET_ROLE"), "9") | {"A": "b", "CUDA_VISIBLE_DEVICES": "3"}
     options = dataclasses.replace(options_of("t.py"), run_id="x")
 
     environment = agent_config(options, plan(options, {}, read_secret), outer, CPU_HOST).environment
 
-    assert not RANK_VARIABLES & set(environment)
+    assert not {*RANK_VARIABLES, "PET_ROLE"} & set(environment)
     assert (environment["A"], environment["CUDA_VISIBLE_DEVICES"]) == ("b", "3")
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     kept = config_of("t.py", TORCH_NCCL_ASYNC_ERROR_HANDLING="1").environment

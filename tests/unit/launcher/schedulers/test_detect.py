@@ -267,7 +267,8 @@ def test_each_scheduler_can_be_named_and_is_on_its_page() -> None:
 
 
 def test_the_scheduler_of_the_agent_did_not_start_what_its_worker_starts() -> None:
-    inside = {**SLURM, **registry.mark_of(SLURM)}
+    config = agent_config(settle(options_of(), of_slurm()), planned(of_slurm()), SLURM, CPU_HOST)
+    inside = {**config.environment, **config.worker_env}
 
     assert registry.detect("auto", inside, "here", no_file) is None
     assert detect("slurm", **inside).node_index == 1

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elaunch.launcher import host as reach
@@ -62,6 +63,16 @@ def test_the_token_that_was_made_opens_the_store_that_was_started() -> None:
         assert store.commit(Txn((Absent("/a"),), (Put("/a", "1"),))).held
         assert store.read("/").entries["/a"].value == "1"
         store.close()
+
+
+def test_a_stores_process_shows_its_token_to_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELAUNCH_TOKEN", "the token of the shell")
+
+    with served(place()) as process:
+        server = psutil.Process(process.process.pid)
+
+        assert process.token not in " ".join(server.cmdline())
+        assert "ELAUNCH_TOKEN" not in server.environ()
 
 
 # --- who is the head
