@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import termios
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elaunch.agent.config import AgentConfig, CannotRun
 from elaunch.agent.forkserver.client import ForkServer
@@ -41,6 +42,8 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
     # Before anything is made that would have to be removed.
     places = new_places()
     with ExitStack() as cleanup:
+        if config.debug and os.isatty(0):
+            cleanup.callback(_restore_terminal, termios.tcgetattr(0))
         guardian = GuardianClient((*places.private, *places.memory, *places.socket), config.environment)
         cleanup.callback(guardian.finish)
         metrics = _metrics_listener(config)
@@ -135,6 +138,12 @@ class AgentRun:
             os.set_blocking(2, False)
             with suppress(OSError):
                 os.write(2, self.pump.lines.line(_UNREAD, "warning"))
+
+
+def _restore_terminal(settings: list[Any]) -> None:
+    """A worker may have been killed at a debugger's prompt."""
+    with suppress(termios.error):
+        termios.tcsetattr(0, termios.TCSADRAIN, settings)
 
 
 def _metrics_listener(config: AgentConfig) -> socket.socket | None:

@@ -47,6 +47,10 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     slots, counted = count_workers(options.nproc_per_node, host, cluster)
     _check_gpus(options, environ, slots)
     _check_own_gpus(options, host, cluster)
+    debugged = options.debug_on_error if options.debug is None else options.debug
+    if isinstance(debugged, int) and debugged >= slots and options.nnodes[1] == 1:
+        option = "--debug-on-error" if options.debug is None else "--debug"
+        raise UsageError(f"{option} {debugged} is out of range: the job's ranks are 0 to {slots - 1}")
     environment, threads = worker_environment(environ, slots, host.cores)
     output = output_plan(options, environ)
     shown = _for_terminal(options, output, slots, host.columns, environ)
@@ -106,6 +110,8 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         numa_binding=options.numa_binding,
         virtual_local_rank=options.virtual_local_rank,
         children_grace_s=options.children_grace,
+        debug="start" if options.debug is not None else "error" if debugged is not None else "",
+        debugged=debugged if isinstance(debugged, int) else None,
         on_event=options.on_event or (),
         metrics=options.metrics_port,
         notes=(
@@ -259,7 +265,8 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
         tee=tee,
         console_local_ranks=options.local_ranks_filter,
         console_ranks=options.ranks_filter,
-        show_all_tracebacks=options.verbose,
+        # A debugger's prompt must come after them.
+        show_all_tracebacks=options.verbose or options.debug_on_error is not None,
         duplicate_stdout_filters=options.duplicate_stdout_filters,
         duplicate_stderr_filters=options.duplicate_stderr_filters,
         log_format=options.log_format,
@@ -317,7 +324,7 @@ def _chosen_defaults(options: Options, cluster: Cluster | None, counted: str, th
     parts = [counted] if counted else []
     if threads is not None:
         parts.append(f"OMP_NUM_THREADS={threads}")
-    if "max_restarts" not in options.given:
+    if options.max_restarts and "max_restarts" not in options.given:
         parts.append(f"max_restarts is {options.max_restarts} (torchrun's default is 0)")
     return (*facts, *(["; ".join(parts)] if parts else []))
 

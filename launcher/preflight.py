@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +24,7 @@ _TEMPORARY_MAX = 107 - 32
 
 
 def check_options(options: Options, environ: Mapping[str, str]) -> None:
-    """Raises UsageError if this host lacks the program, an option's command, the metrics' library or a folder."""
+    """Raises UsageError if this host lacks the program, an option's command, a library or a folder."""
     check_program(options, environ)
     for name, command in (("--on-event", options.on_event), ("--health-command", options.health_command)):
         if command:
@@ -35,6 +36,7 @@ def check_options(options: Options, environ: Mapping[str, str]) -> None:
             " leave the option out"
         )
     check_log_dir(options)
+    _check_debugger(options, environ)
 
 
 def check_program(options: Options, environ: Mapping[str, str]) -> None:
@@ -80,6 +82,21 @@ def temporary_folder_warning(environ: Mapping[str, str]) -> str:
         f"TMPDIR has {length} characters, and a DataLoader with worker processes fails or hangs with more than "
         f"{_TEMPORARY_MAX} (AF_UNIX path too long); set it to a shorter folder, as TMPDIR=/tmp"
     )
+
+
+def _check_debugger(options: Options, environ: Mapping[str, str]) -> None:
+    """Raises UsageError if a debugger is requested that a worker of this node could not start."""
+    if options.debug is None and options.debug_on_error is None:
+        return
+    option = "--debug" if options.debug_on_error is None else "--debug-on-error"
+    if options.kind is ProgramKind.COMMAND or (environ.get("PYTHON_EXEC") or sys.executable) != sys.executable:
+        own = f"a Python program in elaunch's own interpreter ({sys.executable})"
+        raise UsageError(f"{option} needs {own}; leave --no-python out, and unset PYTHON_EXEC")
+    # pdb needs a terminal. The second function is newer.
+    function, has_pdb = ("listen", False) if options.debug is not None else ("trigger_exception_handler", os.isatty(0))
+    if not has_pdb and (find_spec("debugpy") is None or not hasattr(import_module("debugpy"), function)):
+        or_else = "" if options.debug is not None else ", or start elaunch at a terminal, for pdb"
+        raise UsageError(f"{option} needs a recent debugpy in {sys.executable}: pip install -U debugpy{or_else}")
 
 
 def _check_command(name: str, what: str) -> None:

@@ -12,6 +12,7 @@ import termios
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pyte
 
@@ -48,6 +49,9 @@ class Terminal:
         self.process.kill()
         self.process.wait(DEADLINE_S)
         os.close(self._main)
+
+    def settings(self) -> list[Any]:
+        return termios.tcgetattr(self._main)
 
     def type(self, keys: str) -> None:
         os.write(self._main, keys.encode())

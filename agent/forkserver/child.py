@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from elaunch.agent.environment import arguments
-from elaunch.agent.forkserver import after_fork, collectives, reports, wire
+from elaunch.agent.forkserver import after_fork, collectives, debugger, reports, wire
 from elaunch.agent.forkserver.after_fork import HiddenModules
 from elaunch.agent.forkserver.preload import Preloaded, programs_place, restore_environment
 from elaunch.agent.linux import allow_tracer, die_with_parent, set_command_line
@@ -84,6 +84,7 @@ def become(template: Template, order: dict[str, Any], fds: tuple[int, ...]) -> N
         # The pending SIGINT ends the process. It must not raise KeyboardInterrupt in elaunch's own frames.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, template.mask)
+    debugger.prepare()
 
 
 def take_fds(fds: tuple[int, ...]) -> None:

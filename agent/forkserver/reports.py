@@ -85,9 +85,6 @@ def report_exit(crash_fd: int) -> int:
 
     The exit code goes to `crash_fd` (-1: nowhere), the crash file.
     """
-    # Imported here: a fresh worker with a module of a name in NEEDED beside its program does not call this.
-    import threading
-
     pid = os.getpid()
     # The program may reuse the numbers for other files.
     link, crash = os.fstat(LINK_FD).st_ino, os.fstat(crash_fd).st_ino if crash_fd >= 0 else -1
@@ -103,14 +100,22 @@ def report_exit(crash_fd: int) -> int:
                 # The program may have broken anything in this interpreter. It still exits as it would.
                 return
 
+    at_program_end(report)
+    return link
+
+
+def at_program_end(call: Callable[[], None]) -> None:
+    """Call it when the program has ended, before the calls that were registered earlier."""
+    # Imported here: a fresh worker with a module of a name in NEEDED beside its program does not call this.
+    import threading
+
     # These calls run before Python joins its threads, atexit's only afterwards. concurrent.futures uses them too.
     register: Any = getattr(threading, "_register_atexit", None)
     if register is None:
         import atexit
 
         register = atexit.register
-    register(report)
-    return link
+    register(call)
 
 
 def _report(link: int) -> None:
@@ -194,7 +199,7 @@ def _record(error: BaseException) -> None:
 
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     message = {
-        "message": f"{type(error).__name__}: {_message(error)}",
+        "message": f"{type(error).__name__}: {message_of(error)}",
         "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
     }
     try:
@@ -204,7 +209,7 @@ def _record(error: BaseException) -> None:
         return
 
 
-def _message(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:

@@ -187,8 +187,9 @@ def options_of(ctx: click.Context, program: tuple[str, ...] = ()) -> Options:
     """The options in the context of a JobCommand, with `program` if the user has named none. Raises UsageError."""
     items = {name: given for name, given in ctx.obj.given.items() if name in _OPTIONS}
     fields: dict[str, Any] = {name: ctx.params[name] for name in _VALUED}
-    _settle_hangs(fields, items)
     lost = _settle(fields, items)
+    _settle_debugger(fields, items)
+    _settle_hangs(fields, items)
     typed = ctx.params["program"]
     kind, target, args = _program(fields, typed or program, ctx.obj.job_file or JobFile({}))
     by_source = {source: {name: each.raw for name, each in items.items() if each.source is source} for source in Source}
@@ -244,6 +245,7 @@ _EXCLUSIVE = (
     ("standalone", "nnodes", "a standalone job has one node; drop one of them"),
     ("module", "no_python", "a module always runs in Python; drop one of them"),
     ("preload", "no_preload", "drop one of them"),
+    ("debug", "debug_on_error", "an attached IDE stops at exceptions by itself; drop one of them"),
 )
 
 
@@ -253,6 +255,19 @@ def _settle_hangs(fields: dict[str, Any], items: Mapping[str, Given]) -> None:
         fields["hang_timeout"], fields["on_hang"] = 0.0, OnHang.OFF
     elif "hang_timeout" in items and "on_hang" not in items:
         fields["on_hang"] = OnHang.RESTART
+
+
+def _settle_debugger(fields: dict[str, Any], items: Mapping[str, Given]) -> None:
+    """A job with a debugger has neither restarts nor hang detection, which would end the session."""
+    name = next((each for each in ("debug", "debug_on_error") if fields[each] is not None), None)
+    if name is None:
+        return
+    for other, off in (("max_restarts", 0), ("hang_timeout", 0.0), ("on_hang", OnHang.OFF)):
+        given = items.get(other)
+        if given and given.source >= items[name].source and fields[other] != off:
+            ended = "a restart or a verdict on a hang would end the debugger"
+            raise UsageError(f"{given.label} contradicts {items[name].label}: {ended}; drop one of them")
+        fields[other] = off
 
 
 def _settle(fields: dict[str, Any], items: Mapping[str, Given]) -> set[str]:

@@ -269,6 +269,14 @@ class Options:
         peer=True, differs="default the host's full name",
     )
 
+    debug: int | None = _option(
+        Group.OTHER, "RANK", "this global rank waits for an IDE (debugpy)", values.whole,
+        default_text="none",
+    )
+    debug_on_error: int | str | None = _option(
+        Group.OTHER, "RANK", "pdb or IDE in that rank if it raises; any: the first", values.rank_or_any,
+        default_text="none",
+    )
     on_event: tuple[str, ...] | None = _option(
         Group.OTHER, "COMMAND", "run on failure, hang, restart, end; JSON on stdin", values.command,
         default_text="none",

@@ -11,9 +11,10 @@ import sys
 _loaded = frozenset(sys.modules)
 try:
     if os.environ.get("ELAUNCH_BOOT", "").startswith("fresh "):
-        from elaunch.agent.forkserver import collectives, reports
+        from elaunch.agent.forkserver import collectives, debugger, reports
 
         reports.prepare_fresh(_loaded, collectives.prepare)
+        debugger.prepare()
     else:
         import gc
 

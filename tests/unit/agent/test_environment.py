@@ -86,7 +86,7 @@ def test_a_job_that_a_worker_hands_in_inherits_nothing_of_the_workers_job() -> N
         "ELAUNCH_ENDPOINT": "etcd:2379",
         "ELAUNCH_TOKEN": "0123456789abcdef",
     }
-    named = {"ELAUNCH_MARKER": "c0ffee", "ELAUNCH_SCHEDULER": "0badf00d"}
+    named = {"ELAUNCH_MARKER": "c0ffee", "ELAUNCH_SCHEDULER": "0badf00d", "ELAUNCH_DEBUG": "start"}
     elastic = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_SIGNALS_TO_HANDLE")
     of_all = dict.fromkeys((*elastic, "ELAUNCH_HANG_TIMEOUT"), "x")
     worker = {**users, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **named, **of_all, **variables(), "ELAUNCH_LINK": "3"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import parse
-from elaunch.launcher.preflight import check_log_dir, check_program, temporary_folder_warning
+from elaunch.launcher.preflight import check_log_dir, check_options, check_program, temporary_folder_warning
 from tests.forked import Child
 
 
@@ -179,3 +180,22 @@ def test_a_temporary_folder_too_long_for_sockets_is_named(folder: str, warning: 
 
     assert message.startswith(warning)
     assert bool(message) == bool(warning)
+
+
+@pytest.mark.parametrize(
+    ("words", "interpreter", "sentence"),
+    [
+        ("--debug 0 train.py", "", f"--debug needs a recent debugpy in {sys.executable}: pip install -U debugpy"),
+        ("--debug-on-error any train.py", "", "pip install -U debugpy, or start elaunch at a terminal, for pdb"),
+        ("--debug 0 --no-python true", "", "--debug needs a Python program in elaunch's own interpreter"),
+        ("--debug-on-error 0 train.py", "/bin/sh", "leave --no-python out, and unset PYTHON_EXEC"),
+    ],
+)
+def test_a_debugger_that_cannot_start_is_refused_before_anything_starts(
+    words: str, interpreter: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("train.py").touch()
+    monkeypatch.setitem(sys.modules, "debugpy", None)
+
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        check_options(parse(words.split(), {}), {"PYTHON_EXEC": interpreter})
