@@ -77,10 +77,16 @@ def handled() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
+_GROUPS: list[object] = []
+
+
 @pytest.fixture
 def group() -> Iterator[None]:
     """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    # Dropped by the next test: if gloo's own thread were the last to have the group, it would wait for its own end, and
+    # abort the process (std::system_error: Resource deadlock avoided).
+    _GROUPS[:] = [dist.group.WORLD]
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
