@@ -28,7 +28,7 @@ from elaunch.launcher.host import detect, environ_at_start
 from elaunch.launcher.options.command_line import COMMANDS, ELAUNCH, ParseState
 from elaunch.launcher.options.options import Options, load_job_file
 from elaunch.launcher.pid1 import become_init
-from elaunch.launcher.preflight import check_options, read_secret, take_program_from_stdin, temporary_folder_warning
+from elaunch.launcher.preflight import check_options, read_secret, take_program_from_stdin
 from elaunch.launcher.schedulers.defaults import cluster_of, facts_of_job, settle
 from elaunch.launcher.schedulers.detect import HOSTS
 from elaunch.launcher.schedulers.facts import Cluster
@@ -175,8 +175,6 @@ def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | 
 
     try:
         with begin(config) as agent, _health(options, environ, config, agent):
-            if warning := temporary_folder_warning(environ):
-                agent.warn(warning)
             # From here on the fork server imports torch on another core.
             from elaunch.launcher.report import write_error_file
 

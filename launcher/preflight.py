@@ -19,8 +19,6 @@ from elaunch.rendezvous.types import ProgramKind
 _SHELL_SUFFIXES = {".sh", ".bash", ".zsh"}
 _JOB_FILE_SUFFIXES = {".yaml", ".yml"}
 _ELF = b"\x7fELF"
-# The path of a Unix socket has at most 107 bytes. multiprocessing appends /pymp-xxxxxxxx/listener-xxxxxxxx to TMPDIR.
-_TEMPORARY_MAX = 107 - 32
 
 
 def check_options(options: Options, environ: Mapping[str, str]) -> None:
@@ -71,17 +69,6 @@ def check_folder() -> None:
         Path.cwd()
     except FileNotFoundError:
         raise UsageError("the current folder was removed; go to another one (cd) and start again") from None
-
-
-def temporary_folder_warning(environ: Mapping[str, str]) -> str:
-    """A warning about a TMPDIR that is too long for the Unix sockets of multiprocessing; else ""."""
-    folder = environ.get("TMPDIR", "")
-    if (length := len(os.fsencode(folder))) <= _TEMPORARY_MAX:
-        return ""
-    return (
-        f"TMPDIR has {length} characters, and a DataLoader with worker processes fails or hangs with more than "
-        f"{_TEMPORARY_MAX} (AF_UNIX path too long); set it to a shorter folder, as TMPDIR=/tmp"
-    )
 
 
 def _check_debugger(options: Options, environ: Mapping[str, str]) -> None:

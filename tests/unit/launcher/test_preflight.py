@@ -13,7 +13,7 @@ import pytest
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import parse
-from elaunch.launcher.preflight import check_log_dir, check_options, check_program, temporary_folder_warning
+from elaunch.launcher.preflight import check_log_dir, check_options, check_program
 from tests.forked import Child
 
 
@@ -169,17 +169,6 @@ def test_a_file_is_no_log_directory(tmp_path: Path) -> None:
         check_log_dir(parse(["--log-dir", fine, "t.py"], {}))
     with pytest.raises(UsageError, match=r"^--log-dir is empty; name a directory, or /dev/null to keep nothing$"):
         parse(["--log-dir", "", "t.py"], {})
-
-
-@pytest.mark.parametrize(
-    ("folder", "warning"),
-    [("", ""), ("/tmp", ""), ("/" + 74 * "x", ""), ("/" + 37 * "é", ""), ("/" + 75 * "x", "TMPDIR has 76 characters")],
-)
-def test_a_temporary_folder_too_long_for_sockets_is_named(folder: str, warning: str) -> None:
-    message = temporary_folder_warning({"TMPDIR": folder})
-
-    assert message.startswith(warning)
-    assert bool(message) == bool(warning)
 
 
 @pytest.mark.parametrize(
