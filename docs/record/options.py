@@ -46,6 +46,37 @@ _SETTINGS_HEAD = """\
 ## Settings of the rendezvous
 
 Keys of `--rdzv-conf`, for jobs of several nodes. Other keys are refused."""
+# What torchrun does differently, by option, and by setting of the rendezvous. Its backends lack the settings with –.
+_DIFFERS = {
+    "nproc-per-node": "default 1; gpu is CUDA's only",
+    "max-restarts": "default 0; each agent has its own budget",
+    "stop-grace": "whole seconds; not kept on restarts",
+    "signals-to-handle": "exits on USR1 and USR2 without ending the workers; ignores unknown names",
+    "log-dir": "default always a new one; its folders have no date; writes files only with -r or -t",
+    "redirects": "ranks up to 9 only",
+    "tee": "default 0; ranks up to 9 only",
+    "numa-binding": "needs numactl",
+    "role": "takes ps=1 as a name",
+    "run-id": "default none, the same for all jobs",
+    "standalone": "with --nnodes 2 it waits for another node, which cannot come",
+    "rdzv-endpoint": "one only; with static it is MASTER_ADDR:MASTER_PORT, here too, and the store is one port higher",
+    "rdzv-backend": "default static; its c10d is not etcd, its etcd uses v2 only",
+    "rdzv-conf": "other keys; unknown ones are ignored",
+    "master-addr": "default 127.0.0.1",
+    "master-port": "static only; default 29500",
+    "local-addr": "default the host's full name",
+    "run-path": "runs the script by runpy, in a child of the agent",
+}
+_SETTING_DIFFERS = {
+    "join_timeout": "timeout: c10d ignores it",
+    "last_call_timeout": "default 30, at every start",
+    "keep_alive_interval": "a silent node is dropped without a message",
+    "is_host": "c10d only",
+    "etcd_prefix": "default /torchelastic/p2p",
+    "read_timeout": "a single read of the store",
+    **dict.fromkeys(("lease_ttl", "store_timeout", "keys_ttl", "transport", "user", "password_file"), "–"),
+}
+_HAS_AN_EFFECT = "has an effect"
 _COLUMNS = ("| option | meaning | torchrun |", "|---|---|---|")
 
 
@@ -63,13 +94,15 @@ def markdown() -> str:
 def _setting_row(setting: Setting) -> str:
     names = ", ".join(f"`{name}`" for name in setting.names)
     meaning = f"no effect: {setting.no_effect}" if setting.no_effect else setting.help
-    return f"| {names} | {meaning} | {setting.differs} |"
+    differs = _SETTING_DIFFERS.get(setting.name, _HAS_AN_EFFECT if setting.no_effect else "")
+    return f"| {names} | {meaning} | {differs} |"
 
 
 def _row(option: Option) -> str:
     names = [f"`-{option.short}`"] if option.short else []
     names += [f"`--{name} {option.metavar or ''}".rstrip() + "`" for name in option.names]
-    peer = "–" if option.peer is None else option.differs
+    unlike = _HAS_AN_EFFECT if option.no_effect else ""
+    peer = "–" if option.peer is None else _DIFFERS.get(option.long, unlike)
     default = f" [{option.default_text}]" if option.default_text else ""
     own = f"PET_{option.long.upper().replace('-', '_')}"
     others = [f"`{name}`" for name in option.variables if name != own and option.long not in ("help", "version")]

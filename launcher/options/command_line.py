@@ -101,9 +101,9 @@ class _Checked(click.ParamType):  # type: ignore[type-arg]  # Not generic before
 class Option(click.Option):
     """One option. Those of a job have a `group`, and can come from variables and the job file.
 
-    `metavar` is empty for a switch. `peer` is the option's name in torchrun, true where it is the same; `differs`
-    is how its meaning there differs. `no_effect` is why the option changes nothing here, in short.
-    `environment` are variables read after the `PET_` ones. `name` is click's: with underscores.
+    `metavar` is empty for a switch. `peer` is the option's name in torchrun, true where it is the same. `no_effect` is
+    why the option changes nothing here, in short. `environment` are variables read after the `PET_` ones. `name` is
+    click's: with underscores.
     """
 
     def __init__(
@@ -118,14 +118,13 @@ class Option(click.Option):
         default_text: str = "",
         short: str = "",
         peer: str | bool = False,
-        differs: str = "",
         no_effect: str = "",
         environment: tuple[str, ...] = (),
         **more: Any,
     ) -> None:
         self.long, self.short, self.group = name, short, group
         self.peer = name if peer is True else peer or None
-        self.default_text, self.differs, self.no_effect = default_text, differs, no_effect
+        self.default_text, self.no_effect = default_text, no_effect
         self.names = (name,) if self.peer in (None, name) else (name, str(self.peer))
         self.variables = tuple(f"PET_{each.replace('-', '_').upper()}" for each in self.names) + environment
         super().__init__(

@@ -22,7 +22,6 @@ class Setting:
     help: str
     convert: values.Convert
     aliases: tuple[str, ...]
-    differs: str
     no_effect: str
 
     @property
@@ -30,15 +29,13 @@ class Setting:
         return (self.name, *self.aliases)
 
 
-def _setting(
-    help: str, convert: values.Convert = values.text, *aliases: str, default: Any = None, differs: str = ""
-) -> Any:
+def _setting(help: str, convert: values.Convert = values.text, *aliases: str, default: Any = None) -> Any:
     """A field that is the setting of its name."""
-    return field(default=default, metadata={"setting": (help, convert, aliases, differs, "")})
+    return field(default=default, metadata={"setting": (help, convert, aliases, "")})
 
 
-def _ignored(why: str, convert: values.Convert, differs: str = "has an effect") -> Any:
-    return field(default=None, metadata={"setting": ("", convert, (), differs, why)})
+def _ignored(why: str, convert: values.Convert) -> Any:
+    return field(default=None, metadata={"setting": ("", convert, (), why)})
 
 
 def _lease(raw: values.Raw) -> int:
@@ -58,7 +55,6 @@ def _prefix(raw: values.Raw) -> str:
 
 
 _PREFIX_BYTES_MAX = 255
-_OURS = "–"
 
 
 @dataclass(frozen=True)
@@ -71,49 +67,39 @@ class Conf:
     # fmt: off
     join_timeout: float | None = _setting(
         "seconds with too few nodes until the job ends [600]", values.positive_seconds, "timeout",
-        differs="timeout: c10d ignores it",
     )
     last_call_timeout: float | None = _setting(
         "seconds to wait for more nodes of a range, first start [2]", values.seconds,
-        differs="default 30, at every start",
     )
-    lease_ttl: int | None = _setting("whole seconds without contact until a node is lost [3]", _lease, differs=_OURS)
+    lease_ttl: int | None = _setting("whole seconds without contact until a node is lost [3]", _lease)
     keep_alive_interval: float | None = _setting(
         "if given, lease_ttl is this times keep_alive_max_attempt [5]", values.positive_seconds,
-        differs="a silent node is dropped without a message",
     )
     keep_alive_max_attempt: int | None = _setting("a number; see keep_alive_interval [3]", values.count)
     store_timeout: float | None = _setting(
-        "seconds without the head's store until the job ends [60]", values.positive_seconds, differs=_OURS
+        "seconds without the head's store until the job ends [60]", values.positive_seconds
     )
     keys_ttl: float | None = _setting(
-        "seconds that the store keeps an ended job's keys [604800]", values.positive_seconds, differs=_OURS
+        "seconds that the store keeps an ended job's keys [604800]", values.positive_seconds
     )
-    is_host: bool | None = _setting(
-        "1: serve the store if none listens; 0: do not [by address]", values.switch, differs="c10d only"
-    )
+    is_host: bool | None = _setting("1: serve the store if none listens; 0: do not [by address]", values.switch)
     transport: Transport = _setting(
         "gateway (JSON over HTTP) or grpc [gateway]",
-        values.OneOf(*(each.value for each in Transport), made=Transport), default=Transport.GATEWAY, differs=_OURS,
+        values.OneOf(*(each.value for each in Transport), made=Transport), default=Transport.GATEWAY,
     )
     protocol: str | None = _setting("http or https, if the endpoint has neither", values.OneOf("http", "https"))
     cacert: str | None = _setting("file with the CA certificate for etcd [ETCDCTL_CACERT]", values.text, "ca_cert")
     cert: str | None = _setting("file with this node's certificate for etcd [ETCDCTL_CERT]", values.text, "ssl_cert")
     key: str | None = _setting("file with the certificate's private key [ETCDCTL_KEY]", values.text, "ssl_cert_key")
-    user: str | None = _setting("a user of etcd [ETCDCTL_USER]", differs=_OURS)
-    password_file: str | None = _setting("file with the user's password [ETCDCTL_PASSWORD]", differs=_OURS)
-    etcd_prefix: str = _setting(
-        f"prefix of the job's keys, the same on all nodes [{PREFIX}]", _prefix, default=PREFIX,
-        differs="default /torchelastic/p2p",
-    )
+    user: str | None = _setting("a user of etcd [ETCDCTL_USER]")
+    password_file: str | None = _setting("file with the user's password [ETCDCTL_PASSWORD]")
+    etcd_prefix: str = _setting(f"prefix of the job's keys, the same on all nodes [{PREFIX}]", _prefix, default=PREFIX)
     store_type: str | None = _ignored(
         "elaunch detects which store listens at the endpoint", values.OneOf("tcp", "file")
     )
     close_timeout: float | None = _ignored("one write closes a rendezvous", values.seconds)
     heartbeat_timeout: float | None = _ignored("lease_ttl decides when a node is lost", values.seconds)
-    read_timeout: float | None = _ignored(
-        "each request has its own deadline and is retried", values.seconds, "a single read of the store"
-    )
+    read_timeout: float | None = _ignored("each request has its own deadline and is retried", values.seconds)
     # fmt: on
     ignored: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ def _switch(group: Group, help: str, **more: Any) -> Any:
 
 
 def _accepted(metavar: str, why: str, convert: values.Convert | None = None) -> Any:
-    return _option(Group.ACCEPTED, metavar, why, convert, peer=True, differs="has an effect", no_effect=why)
+    return _option(Group.ACCEPTED, metavar, why, convert, peer=True, no_effect=why)
 
 
 def _version(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
@@ -73,29 +73,26 @@ class Options:
     )
     nproc_per_node: int | str | None = _option(
         Group.SIZE, "N", "workers: N, gpu, cpu, auto, xpu, npu, hpu", values.workers,
-        default_text="the GPUs, else 1", peer=True, differs="default 1; gpu is CUDA's only",
+        default_text="the GPUs, else 1", peer=True,
     )
 
     hosts: tuple[Host, ...] = _option(
         Group.HOSTS, "HOST,…", "start on these hosts; HOST:N has N workers", values.hosts,
         default=(), default_text="this host",
     )
-    hostfile: str | None = _option(
-        Group.HOSTS, "FILE", "file of hosts: HOST slots=N on each line", default_text="none",
-    )
+    hostfile: str | None = _option(Group.HOSTS, "FILE", "file of hosts: HOST slots=N on each line", default_text="none")
     ssh_env: tuple[str, ...] = _option(
         Group.HOSTS, "NAMES", "more variables for the hosts, like AWS_*", values.names,
         default=(), default_text="none",
     )
     ssh_command: tuple[str, ...] | None = _option(
-        Group.HOSTS, "COMMAND", "instead of ssh, like \"ssh -p 2222\"", values.command,
-        default_text="ssh",
+        Group.HOSTS, "COMMAND", "instead of ssh, like \"ssh -p 2222\"", values.command, default_text="ssh",
     )
     dry_run: bool = _switch(Group.HOSTS, "show the commands, and start nothing")
 
     max_restarts: int = _option(
         Group.RESTARTS, "N", "restarts of the job after failures; 0: none", values.whole,
-        default=3, default_text="3", peer=True, differs="default 0; each agent has its own budget",
+        default=3, default_text="3", peer=True,
     )
     restart_window: float | None = _option(
         Group.RESTARTS, "SECONDS", "count only the restarts of the last SECONDS",
@@ -112,7 +109,6 @@ class Options:
     stop_grace: float = _option(
         Group.RESTARTS, "SECONDS", "time to save and end after a stop signal",
         values.seconds, default=30.0, default_text="30", peer="shutdown-timeout",
-        differs="whole seconds; not kept on restarts",
         environment=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
     )
     failure_grace: float = _option(
@@ -129,8 +125,7 @@ class Options:
     )
     health_check: str = _option(
         Group.RESTARTS, "HOW", "check this node before it joins: off, warn, strict",
-        values.OneOf("off", "warn", "strict"), default="warn",
-        default_text="warn",
+        values.OneOf("off", "warn", "strict"), default="warn", default_text="warn",
     )
     health_command: tuple[str, ...] | None = _option(
         Group.RESTARTS, "COMMAND", "the site's check; if it fails the node does not join",
@@ -143,14 +138,12 @@ class Options:
     signals_to_handle: tuple[str, ...] = _option(
         Group.RESTARTS, "NAMES", "signals that stop the job", values.signal_names,
         default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
-        default_text="TERM, INT, HUP, QUIT, USR1, USR2",
-        peer=True, differs="exits on USR1 and USR2 without ending the workers; ignores unknown names",
+        default_text="TERM, INT, HUP, QUIT, USR1, USR2", peer=True,
     )
 
     log_dir: Path | None = _option(
         Group.OUTPUT, "DIR", "keep the workers' output in files in DIR", values.directory,
         default_text="new with -r, -t", peer=True,
-        differs="default always a new one; its folders have no date; writes files only with -r or -t",
     )
     log_max_size: int = _option(
         Group.OUTPUT, "SIZE", "drop a log file's oldest half at SIZE, like 100M",
@@ -159,20 +152,17 @@ class Options:
     redirects: StreamChoice = _option(
         Group.OUTPUT, "STREAMS", "to files: 0 none 1 out 2 err 3 both, or RANK:V,…",
         values.streams, default=StreamChoice(), default_text="0", short="r", peer=True,
-        differs="ranks up to 9 only",
     )
     tee: StreamChoice = _option(
         Group.OUTPUT, "STREAMS", "to files and console, as -r",
         values.streams, default=StreamChoice(), default_text="3 with --log-dir, else 0", short="t", peer=True,
-        differs="default 0; ranks up to 9 only",
     )
     local_ranks_filter: frozenset[int] | None = _option(
         Group.OUTPUT, "RANKS", "local ranks to show on the console, like 0,1", values.ranks,
         default_text="all", peer=True,
     )
     ranks_filter: frozenset[int] | None = _option(
-        Group.OUTPUT, "RANKS", "global ranks to show on the console, like 0,8", values.ranks,
-        default_text="all",
+        Group.OUTPUT, "RANKS", "global ranks to show on the console, like 0,8", values.ranks, default_text="all",
     )
     verbose: bool = _switch(Group.OUTPUT, "also what elaunch chose at the start, and all tracebacks", short="v")
     quiet: bool = _switch(Group.OUTPUT, "elaunch logs only warnings, errors and the report", short="q")
@@ -192,8 +182,7 @@ class Options:
     module: bool = _switch(Group.WORKERS, "the program is a module, as python -m", short="m", peer=True)
     no_python: bool = _switch(Group.WORKERS, "the program is a command, not Python", peer=True)
     preload: tuple[str, ...] | None = _option(
-        Group.WORKERS, "MODULES", "import these once per node, and nothing else", values.names,
-        default_text="torch",
+        Group.WORKERS, "MODULES", "import these once per node, and nothing else", values.names, default_text="torch",
     )
     no_preload: bool = _switch(Group.WORKERS, "start each worker as a new interpreter")
     warm: float = _option(
@@ -203,40 +192,30 @@ class Options:
     numa_binding: NumaBinding | None = _option(
         Group.WORKERS, "MODE", "bind CPUs by: node, socket, exclusive, core-complex",
         values.numa_binding, default_text="none", peer=True,
-        differs="needs numactl",
     )
-    virtual_local_rank: bool = _switch(
-        Group.WORKERS, "each worker sees LOCAL_RANK 0 and one GPU", peer=True
-    )
+    virtual_local_rank: bool = _switch(Group.WORKERS, "each worker sees LOCAL_RANK 0 and one GPU", peer=True)
     role: str = _option(
         Group.WORKERS, "NAME[=N,…]", "the workers' ROLE_NAME; ps=1,trainer=3: several",
         values.role(ROLE_BYTES_MAX), default="default", default_text="default", peer=True,
-        differs="takes ps=1 as a name",
     )
 
     run_id: str | None = _option(
         Group.RENDEZVOUS, "ID", "the job's name", values.name(RUN_ID_BYTES_MAX),
         default_text="a new one; for several nodes: none", peer="rdzv-id",
-        differs="default none, the same for all jobs",
     )
-    standalone: bool = _switch(
-        Group.RENDEZVOUS, "one node with a new id; --rdzv-* are ignored", peer=True,
-        differs="with --nnodes 2 it waits for another node, which cannot come",
-    )
+    standalone: bool = _switch(Group.RENDEZVOUS, "one node with a new id; --rdzv-* are ignored", peer=True)
     rdzv_endpoint: tuple[Address, ...] = _option(
         Group.RENDEZVOUS, "HOST:PORT", "address of the rendezvous: a node's, or etcd's",
         values.endpoints, default=(), default_text="none", peer=True,
-        differs="one only; with static it is MASTER_ADDR:MASTER_PORT, here too, and the store is one port higher",
     )
     rdzv_backend: str = _option(
         Group.RENDEZVOUS, "NAME", "backend: c10d, etcd, etcd-v2, static",
         values.OneOf("static", "c10d", "etcd", "etcd-v2"),
         default="static", default_text="what listens", peer=True,
-        differs="default static; its c10d is not etcd, its etcd uses v2 only",
     )
     rdzv_conf: Mapping[str, str] = _option(
         Group.RENDEZVOUS, "K=V,K=V", "settings of the rendezvous", values.key_values,
-        default={}, default_text="none", peer=True, differs="other keys; unknown ones are ignored",
+        default={}, default_text="none", peer=True,
     )
     scheduler: str = _option(
         Group.RENDEZVOUS, "NAME", "scheduler that fills in the rest: auto, none, a name",
@@ -247,8 +226,7 @@ class Options:
         default="", default_text="Slurm's or NVLink's",
     )
     token_file: str | None = _option(
-        Group.RENDEZVOUS, "FILE", "file with the job's secret",
-        default_text="ELAUNCH_TOKEN, else a new one",
+        Group.RENDEZVOUS, "FILE", "file with the job's secret", default_text="ELAUNCH_TOKEN, else a new one",
     )
     node_rank: int = _option(
         Group.RENDEZVOUS, "N", "static: this node's number", values.node_rank,
@@ -256,22 +234,19 @@ class Options:
     )
     master_addr: str | None = _option(
         Group.RENDEZVOUS, "HOST", "static: MASTER_ADDR", values.name(HOST_BYTES_MAX),
-        default_text="the first node's address",
-        peer=True, differs="default 127.0.0.1",
+        default_text="the first node's address", peer=True,
     )
     master_port: tuple[int, int] | None = _option(
         Group.RENDEZVOUS, "PORT", "MASTER_PORT, or FIRST:LAST", values.ports,
-        default_text="a free one per generation", peer=True, differs="static only; default 29500",
+        default_text="a free one per generation", peer=True,
     )
     local_addr: str | None = _option(
         Group.RENDEZVOUS, "HOST", "this node's address",
-        values.name(HOST_BYTES_MAX), default_text="toward the endpoint, else 127.0.0.1",
-        peer=True, differs="default the host's full name",
+        values.name(HOST_BYTES_MAX), default_text="toward the endpoint, else 127.0.0.1", peer=True,
     )
 
     debug: int | None = _option(
-        Group.OTHER, "RANK", "this global rank waits for an IDE (debugpy)", values.whole,
-        default_text="none",
+        Group.OTHER, "RANK", "this global rank waits for an IDE (debugpy)", values.whole, default_text="none",
     )
     debug_on_error: int | str | None = _option(
         Group.OTHER, "RANK", "pdb or IDE in that rank if it raises; any: the first", values.rank_or_any,
@@ -290,8 +265,7 @@ class Options:
         default_text="none", is_eager=True, callback=_job_file,
     )
 
-    run_path: bool = _switch(Group.ACCEPTED, "scripts always run like this",
-            peer=True, differs="runs the script by runpy, in a child of the agent")
+    run_path: bool = _switch(Group.ACCEPTED, "scripts always run like this", peer=True)
     monitor_interval: float | None = _accepted("SECONDS", "exits are events, nothing is polled", values.seconds)
     start_method: str | None = _accepted("NAME", "workers are forked from a preloaded process",
               values.OneOf("spawn", "fork", "forkserver"))
