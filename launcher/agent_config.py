@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import replace
 
 from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, ProgramText, StreamChoice, Streams
 from elaunch.agent.environment import DEFAULT_PRELOAD, RANK_VARIABLES
@@ -23,13 +22,11 @@ from elaunch.launcher.store.locate import Planned
 from elaunch.rendezvous.format import plural
 from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
 
-# Only agents need the job's secret; a training script may print its environment.
-_SECRETS = ("ELAUNCH_TOKEN",)
-
 # The signals by which schedulers announce the end of a job.
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
 _NVML_S = 5.0
+_VARIABLES = {name for option in TABLE for name in option.variables}
 _COLOURS = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PYTHON_COLORS")
 
 # torchrun puts this before each line under --tee. Scripts search for it.
@@ -203,8 +200,9 @@ def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tu
 
     torchrun gives each of several workers one thread; here they share the cores that this process may use.
     """
-    # Variables that configured this job must not configure a launcher in a worker.
-    own = {name for spec in TABLE for name in spec.variables if name.startswith("PET_")}.union(RANK_VARIABLES, _SECRETS)
+    # Variables that configured this job must not configure a launcher in a worker. A script may print its environment,
+    # and only agents need the job's secret.
+    own = {"ELAUNCH_TOKEN", *RANK_VARIABLES, *(name for name in _VARIABLES if name.startswith("PET_"))}
     environment = {name: value for name, value in environ.items() if name not in own}
     # torch's own default. With torchrun's 1 a failed collective is aborted, and seems finished to the GPU's stream.
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
@@ -244,12 +242,6 @@ def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:
         # The Keeper compares it with the process groups' timeouts.
         **({"ELAUNCH_HANG_TIMEOUT": f"{options.hang_timeout:g}"} if has_limit else {}),
     }
-
-
-def with_network(config: AgentConfig, network: Mapping[str, str]) -> AgentConfig:
-    """`config` with variables that select the workers' network; the user's own take precedence."""
-    missing = {name: value for name, value in network.items() if name not in config.environment}
-    return replace(config, worker_env={**missing, **config.worker_env})
 
 
 def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
@@ -343,10 +335,10 @@ def _misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 
     The value is not shown: it may be a secret (`PET_TOKEN`).
     """
-    known = {name for spec in TABLE for name in spec.variables}
-    unknown = sorted(name for name in environ if name.startswith("PET_") and name not in known)
+    unknown = sorted(name for name in environ if name.startswith("PET_") and name not in _VARIABLES)
     # Compared without the prefix, which would make all of them similar.
-    meant = {name: nearest(name[4:], (other[4:] for other in known if other.startswith("PET_"))) for name in unknown}
+    known = [name[4:] for name in _VARIABLES if name.startswith("PET_")]
+    meant = {name: nearest(name[4:], known) for name in unknown}
     return tuple(
         f"{name} is set, and no option reads it; did you mean PET_{near}?" for name, near in meant.items() if near
     )

@@ -21,7 +21,7 @@ from click.shell_completion import shell_complete
 from elaunch.agent.config import AgentConfig, CannotRun, LogFormat
 from elaunch.agent.own_lines import OwnLines
 from elaunch.interrupts import end_at_ctrl_c, raise_at_ctrl_c
-from elaunch.launcher.agent_config import agent_config, topology_of, with_network
+from elaunch.launcher.agent_config import agent_config, topology_of
 from elaunch.launcher.doctor.host import check_open_files, health_check, site_check
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import detect, environ_at_start
@@ -239,13 +239,14 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
             raise
         settled = replace(
             config,
+            worker_env={**connected.network, **config.worker_env},
             topology=topology_of(options, planned),
             master_addr=connected.address,
             invitation=connected.invitation,
             only_here=connected.only_here,
         )
         return agent.run(
-            with_network(settled, connected.network),
+            settled,
             connected.store,
             is_remote=connected.is_remote,
             served_pid=connected.served_pid,

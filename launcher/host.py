@@ -182,7 +182,13 @@ def own_address(endpoints: Sequence[Endpoint], wait_s: float = _RESOLVE_S) -> st
             continue
         # This host may resolve its own name to 127.0.1.1 only. Other nodes know another address.
         if all(is_loopback(address) for address in found) and not is_meant_locally(endpoint.host):
-            return _routable(endpoint.host) or found[0]
+            routable = routable_addresses()
+            if len(routable) > 1:
+                raise UsageError(
+                    f"{endpoint.host} is a loopback address here, and this host has several other addresses"
+                    f" ({', '.join(routable)}); give the one that the other nodes reach with --local-addr"
+                )
+            return (routable or found)[0]
         for address in found:
             if source := _source(address):
                 return source
@@ -194,18 +200,13 @@ def routable_addresses() -> list[str]:
     """This host's addresses that other nodes may reach: the default route's, else one of each interface."""
     found = [source for unrouted in _UNROUTED if (source := _source(unrouted)) and not is_loopback(source)]
     # IPv4 comes first: every network supports it.
-    return found[:1] or _of_interfaces()
-
-
-def _routable(host: str) -> str | None:
-    """The address that other nodes may reach; None if this host has no network. Raises UsageError."""
-    found = routable_addresses()
-    if len(found) > 1:
-        raise UsageError(
-            f"{host} is a loopback address here, and this host has several other addresses ({', '.join(found)});"
-            " give the one that the other nodes reach with --local-addr"
-        )
-    return found[0] if found else None
+    if found:
+        return found[:1]
+    of_version: dict[int, dict[str, str]] = {4: {}, 6: {}}
+    for name, address in by_interface():
+        if not (address.is_loopback or address.is_link_local):
+            of_version[address.version].setdefault(name, str(address))
+    return [*(of_version[4] or of_version[6]).values()]
 
 
 def _source(address: str) -> str | None:
@@ -226,15 +227,6 @@ def _host_of(sockaddr: tuple[object, ...]) -> str:
         with suppress(OSError):
             return f"{address}%{socket.if_indextoname(int(str(sockaddr[3])))}"
     return address
-
-
-def _of_interfaces() -> list[str]:
-    """The first address of each interface that other nodes may reach: IPv4 addresses, else IPv6 ones."""
-    of_version: dict[int, dict[str, str]] = {4: {}, 6: {}}
-    for name, address in by_interface():
-        if not (address.is_loopback or address.is_link_local):
-            of_version[address.version].setdefault(name, str(address))
-    return [*(of_version[4] or of_version[6]).values()]
 
 
 def by_interface() -> Iterator[tuple[str, IpAddress]]:

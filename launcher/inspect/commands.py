@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
@@ -219,8 +218,14 @@ def _warm(ctx: click.Context) -> int:
     texts, code = list[str](), 0
     for path in paths:
         try:
-            with connected(path) as (_, handshake):
-                texts.append(_warm_text(path, handshake))
+            with connected(path) as (_, known):
+                since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(known["since"]))
+                texts += [
+                    f"pid {known['pid']}, since {since}, {max(known['seconds_left'], 0) / 60:.1f} min left",
+                    f"  for {known['program']} in {known['folder']}, with {known['python']}",
+                    f"  imported: {', '.join(known['packages'])}",
+                    f"  socket: {path}",
+                ]
         except Cold as error:
             texts.append(str(error) or "it has ended")
             code = 3
@@ -236,14 +241,3 @@ WARM = Command(
     about="Show this user's fork servers. They stay when a job with --warm has ended: the next start needs no import.",
     ending="Exit codes: 0 done, 2 the command line is wrong, 3 a fork server cannot be reached or ended.",
 )
-
-
-def _warm_text(path: Path, record: dict[str, Any]) -> str:
-    """A few lines about a fork server, from its handshake."""
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
-    return (
-        f"pid {record['pid']}, since {since}, {max(record['seconds_left'], 0) / 60:.1f} min left\n"
-        f"  for {record['program']} in {record['folder']}, with {record['python']}\n"
-        f"  imported: {', '.join(record['packages'])}\n"
-        f"  socket: {path}"
-    )

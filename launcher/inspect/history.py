@@ -235,13 +235,12 @@ def _faults(nodes: Sequence[NodeLog], origin: float) -> tuple[Incident, ...]:
     by_generation: dict[int, list[Incident]] = {}
     for fault in found.values():
         by_generation.setdefault(fault.generation, []).append(fault)
-    return tuple(fault for number in sorted(by_generation) for fault in _ordered(by_generation[number]))
-
-
-def _ordered(faults: list[Incident]) -> list[Incident]:
-    """The cause first; if no verdict names it, the earliest that no other failure explains."""
-    faults.sort(key=lambda fault: (not fault.is_cause, fault.kind in _SECONDARY, fault.at_s))
-    return [replace(faults[0], is_cause=True), *(replace(fault, is_cause=False) for fault in faults[1:])]
+    ordered: list[Incident] = []
+    for _, faults in sorted(by_generation.items()):
+        # If no verdict names the cause, it is the earliest that no other failure explains.
+        faults.sort(key=lambda fault: (not fault.is_cause, fault.kind in _SECONDARY, fault.at_s))
+        ordered += [replace(fault, is_cause=fault is faults[0]) for fault in faults]
+    return tuple(ordered)
 
 
 def _hangs(nodes: Sequence[NodeLog], faults: Sequence[Incident]) -> Iterator[Incident]:
@@ -276,7 +275,8 @@ def _end(nodes: Sequence[NodeLog]) -> End:
     """The end that the nodes recorded; that of a node that left counts only if no other one continued."""
     last_s = max(node.end_s for node in nodes)
     recorded = [event for _, event in _events(nodes, "ended")]
-    ended = min(recorded, key=_outcome_rank, default=NO_EVENT)
+    ranked = {outcome: rank for rank, outcome in enumerate(_OUTCOMES)}
+    ended = min(recorded, key=lambda event: ranked.get(event.text("outcome"), len(ranked)), default=NO_EVENT)
     sealed, started = ([event for _, event in _events(nodes, name)] for name in ("sealed", "started"))
     end = End(
         last_s,
@@ -291,11 +291,6 @@ def _end(nodes: Sequence[NodeLog]) -> End:
     if died and died[-1].at_s == last_s and len(nodes) >= seats:
         return replace(end, outcome=KILLED, reason=died[-1].text("reason"))
     return end
-
-
-def _outcome_rank(ended: PastEvent) -> int:
-    outcome = ended.text("outcome")
-    return _OUTCOMES.index(outcome) if outcome in _OUTCOMES else len(_OUTCOMES)
 
 
 def _generations(nodes: Sequence[NodeLog], faults: Sequence[Incident]) -> tuple[PastGeneration, ...]:

@@ -23,8 +23,6 @@ from elaunch.launcher.options import values
 
 # The limit of characters of an option and its value in a message.
 _SHOWN_MAX = 200
-# Not an abbreviation of --token-file: its value would be a secret, which every user of the host can read in /proc.
-_SECRET = "--token"
 # Where click's context has the arguments of the command line.
 _ARGV = "elaunch.argv"
 _PLACES = {"FILE": "file", "PATH": "file", "DIR": "dir"}
@@ -187,6 +185,15 @@ _ELSEWHERE = {
     "--main-process-ip": "--master-addr",
     "--main-process-port": "--master-port",
 }
+# Not an abbreviation of --token-file: its value would be a secret, which every user of the host can read in /proc.
+_SECRET = "--token"
+# What is no option, and why, or which option is meant.
+_NO_OPTIONS = {
+    _SECRET: "would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file FILE",
+    "--use-env": "is not an option of elaunch, which always does that: leave it out, and read LOCAL_RANK from the"
+    " environment, or give the script '--local-rank=${local_rank}'",
+    **{name: f"is not an option of elaunch; did you mean {meant}?" for name, meant in _ELSEWHERE.items()},
+}
 
 
 def _dashed(word: str) -> str:
@@ -234,17 +241,8 @@ class Command(click.Command):
             return super().parse_args(ctx, args)
         except click.UsageError as error:
             name = _dashed(getattr(error, "option_name", ""))
-            if name == _SECRET:
-                raise UsageError(
-                    f"{_SECRET} would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file FILE"
-                ) from None
-            if name == "--use-env":
-                raise UsageError(
-                    f"{name} is not an option of elaunch, which always does that: leave it out, and read LOCAL_RANK"
-                    " from the environment, or give the script '--local-rank=${local_rank}'"
-                ) from None
-            if name in _ELSEWHERE:
-                raise UsageError(f"{name} is not an option of elaunch; did you mean {_ELSEWHERE[name]}?") from None
+            if name in _NO_OPTIONS:
+                raise UsageError(f"{name} {_NO_OPTIONS[name]}") from None
             command = ctx.command_path.removesuffix(" run")
             raise UsageError(f"{error.format_message().rstrip('.')}; see {command} --help") from None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 from elaunch.agent.config import OnHang
@@ -92,13 +92,9 @@ class Planned:
 
 def locator_of(plan: RendezvousPlan) -> str:
     """The plan as JSON, with absolute paths: another process may have another working directory."""
-    tls = plan.tls
-    absolute = Tls(_absolute(tls.ca), _absolute(tls.certificate), _absolute(tls.key)) if tls else None
-    return encode(replace(plan, tls=absolute))
-
-
-def _absolute(path: str | None) -> str | None:
-    return str(Path(path).absolute()) if path else path
+    paths = astuple(plan.tls) if plan.tls else ()
+    absolute = [path and str(Path(path).absolute()) for path in paths]
+    return encode(replace(plan, tls=Tls(*absolute) if absolute else None))
 
 
 def plan(
@@ -149,20 +145,30 @@ def plan(
             " once in a namespace, and give its token to all pods as ELAUNCH_TOKEN: kubectl create secret"
             " generic elaunch-token --from-literal=token=$(openssl rand -hex 16)"
         )
-    _check_login(made, addresses, is_typed=conf.user is not None)
+    where = ",".join(map(str, addresses))
+    # A login from a variable may be for another store. In that case the agent probes what listens at the endpoint, and
+    # sends no password without TLS.
+    if made.login and not (made.tls or made.plainly) and (conf.user is not None or not made.serves):
+        raise UsageError(
+            f"the password of etcd's user {made.login.user} is sent over TLS only, and {where} does not show"
+            f" whether it uses TLS; {how_to_send(*addresses)}"
+        )
     if made.token and is_etcd and backend not in _ETCD:
-        notes = (*notes, f"the token is not used: {_comma_list(addresses)} means an etcd, which has its own users")
+        notes = (*notes, f"the token is not used: {where} means an etcd, which has its own users")
     if made.login and made.plainly:
         notes = (
             *notes,
-            f"the password of etcd's user {made.login.user} goes unencrypted to {_comma_list(addresses)}: anybody who"
+            f"the password of etcd's user {made.login.user} goes unencrypted to {where}: anybody who"
             " can read the network can use it; for an etcd with TLS type https://",
         )
     if options.run_id is None and is_etcd:
         notes = (*notes, "the job is unnamed; if several jobs share the store, give each its own --run-id")
+    # Options of the static backend, which the others ignore.
+    reasons = {"node_rank": "ranks follow the order of arrival", "master_addr": "it is the first node's address"}
+    ignored = [(f"--{n.replace('_', '-')}", why) for n, why in reasons.items() if n in options.given and not is_static]
     return Planned(
         made,
-        (*_options_without_effect(options, backend), *conf.ignored),
+        (*ignored, *conf.ignored),
         notes,
         master.port if master else None,
         cluster,
@@ -220,14 +226,6 @@ def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[
     return read_secret(file) if file else variable
 
 
-def _options_without_effect(options: Options, backend: str) -> tuple[tuple[str, str], ...]:
-    """Options of the static backend that another backend ignores, each with the reason."""
-    if backend == "static":
-        return ()
-    reasons = {"node_rank": "ranks follow the order of arrival", "master_addr": "it is the first node's address"}
-    return tuple((f"--{n.replace('_', '-')}", why) for n, why in reasons.items() if n in options.given)
-
-
 def _static_master(options: Options) -> Address | None:
     """MASTER_ADDR and MASTER_PORT. If an endpoint is given instead, both come from it, as in torchrun."""
     port = options.master_port[0] if options.master_port else None
@@ -283,7 +281,7 @@ def _no_store(options: Options, backend: str) -> UsageError:
 
 def _check_addresses(addresses: tuple[Address, ...], source: str) -> tuple[Address, ...]:
     if len({address.scheme for address in addresses}) > 1:
-        raise UsageError(f"{source} mixes http and https; use one of them for all of {_comma_list(addresses)}")
+        raise UsageError(f"{source} mixes http and https; use one of them for all of {','.join(map(str, addresses))}")
     for address in addresses:
         if address.port == 0:
             raise UsageError(
@@ -291,10 +289,6 @@ def _check_addresses(addresses: tuple[Address, ...], source: str) -> tuple[Addre
                 " a port"
             )
     return addresses
-
-
-def _comma_list(addresses: tuple[Address, ...]) -> str:
-    return ",".join(str(address) for address in addresses)
 
 
 def _endpoint(address: Address, backend: str) -> Endpoint:
@@ -372,18 +366,3 @@ def _read_login(conf: Conf, environ: Mapping[str, str], read_secret: Callable[[s
     if conf.password_file and not user:
         raise UsageError(f"--rdzv-conf password_file={conf.password_file} has no user; add user=NAME")
     return Login(user, password) if user else None
-
-
-def _check_login(made: RendezvousPlan, addresses: tuple[Address, ...], *, is_typed: bool) -> None:
-    """Raises UsageError if a password would go to an etcd, and the user has typed neither https:// nor http://.
-
-    A login from a variable may be for another store. In that case the agent probes what listens at the endpoint, and
-    sends no password without TLS.
-    """
-    if not made.login or made.tls or made.plainly or not (is_typed or not made.serves):
-        return
-    where = _comma_list(addresses)
-    raise UsageError(
-        f"the password of etcd's user {made.login.user} is sent over TLS only, and {where} does not show"
-        f" whether it uses TLS; {how_to_send(*addresses)}"
-    )

@@ -158,7 +158,9 @@ def listen(endpoint: Endpoint, *, exactly: bool = False) -> socket.socket | None
             return None
         if address and not exactly and error.errno == errno.EADDRNOTAVAIL:
             return listen(Endpoint(_EVERYWHERE, endpoint.port))
-        raise UsageError(f"nothing can be served at {endpoint}: {_why(error)}; choose another endpoint") from None
+        # Not error.strerror: create_server adds its arguments to it.
+        why = os.strerror(error.errno) if error.errno else error
+        raise UsageError(f"nothing can be served at {endpoint}: {why}; choose another endpoint") from None
 
 
 def _listener(address: str, port: int) -> socket.socket:
@@ -170,11 +172,6 @@ def _listener(address: str, port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=_BACKLOG)
-
-
-def _why(error: OSError) -> str:
-    # Not error.strerror: create_server adds its arguments to it.
-    return os.strerror(error.errno) if error.errno else str(error)
 
 
 def decide_head(plan: RendezvousPlan, log: Callable[[str], None]) -> bool:

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from elaunch.agent.config import AgentConfig, OnHang, StreamChoice, Streams
-from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
+from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.command_line import Group
 from elaunch.launcher.options.options import Options, UsageError, help_text, parse
@@ -271,8 +271,8 @@ def test_workers_inherit_the_environment_without_the_variables_of_an_outer_launc
     assert kept["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
-def test_what_options_and_the_network_set_for_all_workers_is_one_map() -> None:
-    config = config_of("--run-id", "a", "--max-restarts", "5", "t.py", GLOO_SOCKET_IFNAME="mine")
+def test_what_options_set_for_all_workers_is_one_map() -> None:
+    config = config_of("--run-id", "a", "--max-restarts", "5", "t.py")
 
     assert config.worker_env == {
         "TORCHELASTIC_RUN_ID": "a",
@@ -280,8 +280,6 @@ def test_what_options_and_the_network_set_for_all_workers_is_one_map() -> None:
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2",
     }
     assert config_of("--hang-timeout", "90", "t.py").worker_env["ELAUNCH_HANG_TIMEOUT"] == "90"
-    found = with_network(config, {"GLOO_SOCKET_IFNAME": "eth0", "OTHER": "x"}).worker_env
-    assert found == {**config.worker_env, "OTHER": "x"}
 
 
 def test_a_given_master_port_is_the_port_and_none_is_a_fresh_one() -> None:
