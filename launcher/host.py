@@ -291,16 +291,16 @@ def gloo_interface(address: str) -> tuple[str, str] | None:
     except NoAddress:
         own = None
     if is_loopback(address):
-        is_slow = own is None and time.monotonic() - begun_s >= _OWN_NAME_S
-        interface = interface_of(address) if is_slow else None
+        if own is not None or time.monotonic() - begun_s < _OWN_NAME_S:
+            return None
         why = f"the lookup of this host's own name, {name}, takes more than {_OWN_NAME_S:g} s, and gloo waits for it"
-        return (interface, why) if interface else None
-    if own and not is_loopback(own):
+    elif own is None:
+        why = f"this host's own name, {name}, has no address"
+    elif is_loopback(own):
+        why = f"this host resolves its own name, {name}, to {own}"
+    else:
         return None
     interface = interface_of(address)
-    why = (
-        f"this host resolves its own name, {name}, to {own}" if own else f"this host's own name, {name}, has no address"
-    )
     return (interface, why) if interface else None
 
 

@@ -53,19 +53,12 @@ def _forward_signals(agent: int, waited: Set[int]) -> int:
             if received.si_code != _SI_KERNEL:
                 os.kill(agent, received.si_signo)
             continue
-        for pid, status in _reap():
-            if pid == agent:
-                code = os.waitstatus_to_exitcode(status)
-                return code if code >= 0 else 128 - code
-
-
-def _reap() -> list[tuple[int, int]]:
-    """Reap all children that have ended, as (pid, status). One SIGCHLD may stand for several."""
-    found = []
-    with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            found.append(ended)
-    return found
+        # One SIGCHLD may stand for several children.
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == agent:
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    return code if code >= 0 else 128 - code
 
 
 def _wait_for_guardian() -> None:

@@ -58,7 +58,10 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
             return
         if kind is ProgramKind.SCRIPT:
             _check_is_python(Path(options.target))
-        _check_preload(options.preload or ())
+        for name in options.preload or ():
+            # The fork server has this process's `sys.path`, from which elaunch's `__main__` removes the current folder.
+            if find_spec(name.partition(".")[0]) is None:
+                raise UsageError(f"there is no module {name} in {sys.executable}'s path; install it, or set PYTHONPATH")
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}; change its permissions, or give another path") from error
 
@@ -96,16 +99,6 @@ def _check_command(name: str, what: str) -> None:
     # A name without a slash is not searched for in the current folder.
     path = shlex.quote(name if os.sep in name else f"./{name}")
     raise UsageError(f"{what}{name} is not an executable file; chmod +x {path}, and write {path}")
-
-
-def _check_preload(names: tuple[str, ...]) -> None:
-    """Raises UsageError if the fork server would not find the top package of one of `names`. Nothing is imported.
-
-    The fork server has this process's `sys.path`, from which elaunch's `__main__` removes the current folder.
-    """
-    for name in names:
-        if find_spec(name.partition(".")[0]) is None:
-            raise UsageError(f"there is no module {name} in {sys.executable}'s path; install it, or set PYTHONPATH")
 
 
 def take_program_from_stdin() -> None:

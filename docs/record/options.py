@@ -47,7 +47,7 @@ _SETTINGS_HEAD = """\
 
 Keys of `--rdzv-conf`, for jobs of several nodes. Other keys are refused."""
 # What torchrun does differently, by option, and by setting of the rendezvous. Its backends lack the settings with –.
-_DIFFERS = {
+DIFFERS = {
     "nproc-per-node": "default 1; gpu is CUDA's only",
     "max-restarts": "default 0; each agent has its own budget",
     "stop-grace": "whole seconds; not kept on restarts",
@@ -102,7 +102,7 @@ def _row(option: Option) -> str:
     names = [f"`-{option.short}`"] if option.short else []
     names += [f"`--{name} {option.metavar or ''}".rstrip() + "`" for name in option.names]
     unlike = _HAS_AN_EFFECT if option.no_effect else ""
-    peer = "–" if option.peer is None else _DIFFERS.get(option.long, unlike)
+    peer = "–" if option.peer is None else DIFFERS.get(option.long, unlike)
     default = f" [{option.default_text}]" if option.default_text else ""
     own = f"PET_{option.long.upper().replace('-', '_')}"
     others = [f"`{name}`" for name in option.variables if name != own and option.long not in ("help", "version")]

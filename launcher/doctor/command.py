@@ -22,7 +22,7 @@ from elaunch.launcher.doctor import host, network
 from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, worst
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import detect, environ_at_start
-from elaunch.launcher.options.command_line import own
+from elaunch.launcher.options.command_line import Option
 from elaunch.launcher.options.options import JobCommand, Options, options_of
 from elaunch.launcher.preflight import check_folder, read_secret
 from elaunch.launcher.schedulers.defaults import cluster_of, facts_of_job, settle
@@ -91,7 +91,7 @@ def _main(ctx: click.Context) -> int:
 COMMAND = JobCommand(
     "doctor",
     _main,
-    [own("json", "", "one JSON object on one line, for machines")],
+    [Option("json", "", "one JSON object on one line, for machines")],
     usage=["[--json] [options of a job] [script.py args…]"],
     about="""Check this node: can it train? torch and CUDA, GPUs, addresses, ports, the job's store,
 /dev/shm, limits. Every line that is not ok has the fix.

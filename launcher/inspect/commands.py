@@ -24,7 +24,7 @@ from elaunch.launcher.inspect.job_source import (
     StoreSource,
     local_agents,
 )
-from elaunch.launcher.options.command_line import Command, Option, Source, own
+from elaunch.launcher.options.command_line import Command, Option, Source
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.preflight import read_secret
@@ -35,8 +35,8 @@ from elaunch.rendezvous.types import UNNAMED, job_name
 
 # Incremented when a field of `--json` changes its meaning or is removed, not when one is added.
 VERSION = 1
-JSON = own("json", "", "one JSON object, for scripts")
-RANKS = own("ranks", "", "a line for each rank, however many there are")
+JSON = Option("json", "", "one JSON object, for scripts")
+RANKS = Option("ranks", "", "a line for each rank, however many there are")
 # The options that name a job's store, and the job.
 _STORE_OPTIONS = ("rdzv_endpoint", "rdzv_backend", "rdzv_conf", "run_id", "token_file", "config", "master_addr")
 _WHERE = """\
@@ -236,7 +236,7 @@ def _warm(ctx: click.Context) -> int:
 WARM = Command(
     "warm",
     _warm,
-    [own("stop", "", "end these fork servers")],
+    [Option("stop", "", "end these fork servers")],
     usage=["[--stop]"],
     about="Show this user's fork servers. They stay when a job with --warm has ended: the next start needs no import.",
     ending="Exit codes: 0 done, 2 the command line is wrong, 3 a fork server cannot be reached or ended.",

@@ -22,7 +22,7 @@ from elaunch.launcher.inspect.history import Incident, PastGeneration, goodput, 
 from elaunch.launcher.inspect.node_log import TIMELINE, NodeLog, PastEvent, node_log, text
 from elaunch.launcher.inspect.page import Links, Report, StepMetrics, render
 from elaunch.launcher.inspect.text import cut, offset, sentence
-from elaunch.launcher.options.command_line import Command, own
+from elaunch.launcher.options.command_line import Command, Option
 from elaunch.launcher.report import write_whole
 from elaunch.rendezvous.format import plain
 
@@ -70,9 +70,9 @@ COMMAND = Command(
     "report",
     _main,
     [
-        own("output", "FILE", "write the page there [report.html in the run's folder]", short="o"),
-        own("json", "", "print the numbers as JSON, and write a page only with -o"),
-        own("metrics", "FILE", "lines of JSON with step, loss and seconds [those of elaunch.trainer's --out]"),
+        Option("output", "FILE", "write the page there [report.html in the run's folder]", short="o"),
+        Option("json", "", "print the numbers as JSON, and write a page only with -o"),
+        Option("metrics", "FILE", "lines of JSON with step, loss and seconds [those of elaunch.trainer's --out]"),
         click.Argument(["folders"], nargs=-1, type=click.Path(path_type=Path)),
     ],
     usage=["[-o FILE] [--json] [--metrics FILE] DIR…"],

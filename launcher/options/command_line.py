@@ -107,11 +107,11 @@ class Option(click.Option):
     def __init__(
         self,
         name: str,
-        group: Group | None,
         metavar: str,
         help: str,
         convert: values.Convert | None = None,
         *,
+        group: Group | None = None,
         default: Any = None,
         default_text: str = "",
         short: str = "",
@@ -155,11 +155,6 @@ class Option(click.Option):
         return Given(value, Source.COMMAND_LINE, f"--{self.long} {shown}".rstrip())
 
 
-def own(name: str, metavar: str, help: str, convert: values.Convert | None = None, **more: Any) -> Option:
-    """An option of one command."""
-    return Option(name, None, metavar, help, convert, **more)
-
-
 def show(ctx: click.Context, text: str) -> None:
     # The text is longer than the buffer, so its reader may have exited (`| head`).
     with suppress(BrokenPipeError):
@@ -174,7 +169,7 @@ def _help(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
 
 # Settings of an option that prints something and exits before anything else is checked.
 TEXT: dict[str, Any] = {"is_eager": True, "expose_value": False}
-HELP = Option("help", Group.OTHER, "", "show this text", short="h", peer=True, callback=_help, **TEXT)
+HELP = Option("help", "", "show this text", group=Group.OTHER, short="h", peer=True, callback=_help, **TEXT)
 
 # Other launchers' options, and ours: torch.distributed.launch, mpirun, accelerate, deepspeed, Slurm.
 _ELSEWHERE = {

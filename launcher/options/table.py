@@ -22,9 +22,9 @@ from elaunch.rendezvous.codec import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTE
 from elaunch.rendezvous.types import ProgramKind
 
 
-def _option(*described: Any, **more: Any) -> Any:
+def _option(group: Group, *described: Any, **more: Any) -> Any:
     """A field for the option of the same name; the arguments are those of `Option`."""
-    return field(metadata={"option": lambda name: Option(name, *described, **more)})
+    return field(metadata={"option": lambda name: Option(name, *described, group=group, **more)})
 
 
 def _switch(group: Group, help: str, **more: Any) -> Any:
@@ -274,6 +274,6 @@ class Options:
     # fmt: on
 
 
-_VERSION = Option("version", Group.OTHER, "", "show the version", callback=_version, **TEXT)
+_VERSION = Option("version", "", "show the version", group=Group.OTHER, callback=_version, **TEXT)
 _OF_FIELDS = (each.metadata["option"](each.name.replace("_", "-")) for each in fields(Options) if each.metadata)
 TABLE: tuple[Option, ...] = (*_OF_FIELDS, HELP, _VERSION)

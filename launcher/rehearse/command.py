@@ -20,7 +20,7 @@ import click
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.inspect.text import aligned
-from elaunch.launcher.options.command_line import own
+from elaunch.launcher.options.command_line import Option
 from elaunch.launcher.options.options import JobCommand, Options, argv_of, options_of
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import Raw, whole
@@ -105,8 +105,8 @@ COMMAND = JobCommand(
     "rehearse",
     _main,
     [
-        own("steps", "N", "end each run after this step of a Keeper [40]", partial(whole, low=4), default=40),
-        own("link", "PATH", "link this file or folder into each run's folder", _link, multiple=True),
+        Option("steps", "N", "end each run after this step of a Keeper [40]", partial(whole, low=4), default=40),
+        Option("link", "PATH", "link this file or folder into each run's folder", _link, multiple=True),
     ],
     usage=["[--steps N] [--link PATH] [options of a job] script.py args…"],
     about="""\

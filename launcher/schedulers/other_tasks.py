@@ -48,22 +48,12 @@ def hold_other_tasks(cluster: Cluster, log: Callable[[str], None]) -> Iterator[N
         try:
             yield
         finally:
-            _await_tasks(listener, cluster.tasks - 1, end_s)
-
-
-def _await_tasks(listener: socket.socket, others: int, end_s: float) -> None:
-    """Return when `others` tasks of this user have connected, or at `end_s`."""
-    streams: list[socket.socket] = []
-    with suppress(OSError):
-        while len(streams) < others:
-            listener.settimeout(max(end_s - time.monotonic(), 0))
-            stream, _ = listener.accept()
-            if credentials(stream)[1] == os.geteuid():
-                streams.append(stream)
-            else:
-                stream.close()
-    for stream in streams:
-        stream.close()
+            others = cluster.tasks - 1
+            with suppress(OSError):
+                while others:
+                    listener.settimeout(max(end_s - time.monotonic(), 0))
+                    with listener.accept()[0] as stream:
+                        others -= credentials(stream)[1] == os.geteuid()
 
 
 def wait_for_agent(cluster: Cluster, log: Callable[[str], None], appear_s: float = _APPEAR_S) -> int:

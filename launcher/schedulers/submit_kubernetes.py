@@ -19,7 +19,7 @@ import yaml
 from elaunch.agent.environment import outside
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import values
-from elaunch.launcher.options.command_line import own
+from elaunch.launcher.options.command_line import Option
 from elaunch.launcher.options.options import JobCommand, JobFile, Options, argv_of, submitted
 from elaunch.launcher.options.values import Address, endpoints
 from elaunch.rendezvous.secret import new_token
@@ -134,24 +134,24 @@ def _pair(separator: str, metavar: str) -> values.Convert:
 _CLAIM, _VARIABLE = _pair(":", "NAME:/PATH"), _pair("=", "NAME=VALUE")
 # The API server checks names and quantities.
 _OPTIONS = (
-    own("image", "IMAGE", "holds elaunch and the program (deploy/docker/Dockerfile); required"),
-    own("name", "NAME", "name of the Job [the program's name]"),
-    own("namespace", "NAME", "namespace of the Job [kubectl's]"),
-    own("nodes", "MIN:MAX", "number of pods, or a range [1]", values.nodes, default=(1, 1)),
-    own("gpus", "N", "GPUs per pod [0]", values.whole, default=0),
-    own("gpu-resource", "NAME", "the cluster's name for GPUs [nvidia.com/gpu]", default="nvidia.com/gpu"),
-    own("cpus", "N", "CPUs per pod: the request"),
-    own("memory", "SIZE", "memory per pod, like 64Gi: the request and the limit"),
-    own("shm", "SIZE", "size of /dev/shm, part of the memory [1Gi; 16Gi with GPUs]"),
-    own("grace", "SECONDS", "time for the workers to save before their pod ends [45]", values.whole, default=45),
-    own("etcd", "A:2379,B:2379", "the store; without it the first pod serves one and must not be lost", endpoints),
-    own("etcd-secret", "NAME", "a Secret with ca.crt, tls.crt and tls.key for the etcd"),
-    own("token-secret", "NAME", "a Secret with the token of the first pod's store [a new one]"),
-    own("claim", "NAME:/PATH", "a PersistentVolumeClaim and its mount path; may be repeated", _CLAIM, multiple=True),
-    own("env", "NAME=VALUE", "an environment variable; may be repeated", _VARIABLE, multiple=True),
-    own("writable-image", "", "let the program write into the image's folders, not only /tmp, /dev/shm and claims"),
-    own("no-network-policy", "", "let pods of other jobs connect to this job's pods"),
-    own("dry-run", "", "only print the manifests"),
+    Option("image", "IMAGE", "holds elaunch and the program (deploy/docker/Dockerfile); required"),
+    Option("name", "NAME", "name of the Job [the program's name]"),
+    Option("namespace", "NAME", "namespace of the Job [kubectl's]"),
+    Option("nodes", "MIN:MAX", "number of pods, or a range [1]", values.nodes, default=(1, 1)),
+    Option("gpus", "N", "GPUs per pod [0]", values.whole, default=0),
+    Option("gpu-resource", "NAME", "the cluster's name for GPUs [nvidia.com/gpu]", default="nvidia.com/gpu"),
+    Option("cpus", "N", "CPUs per pod: the request"),
+    Option("memory", "SIZE", "memory per pod, like 64Gi: the request and the limit"),
+    Option("shm", "SIZE", "size of /dev/shm, part of the memory [1Gi; 16Gi with GPUs]"),
+    Option("grace", "SECONDS", "time for the workers to save before their pod ends [45]", values.whole, default=45),
+    Option("etcd", "A:2379,B:2379", "the store; without it the first pod serves one and must not be lost", endpoints),
+    Option("etcd-secret", "NAME", "a Secret with ca.crt, tls.crt and tls.key for the etcd"),
+    Option("token-secret", "NAME", "a Secret with the token of the first pod's store [a new one]"),
+    Option("claim", "NAME:/PATH", "a PersistentVolumeClaim and its mount path; may be repeated", _CLAIM, multiple=True),
+    Option("env", "NAME=VALUE", "an environment variable; may be repeated", _VARIABLE, multiple=True),
+    Option("writable-image", "", "let the program write into the image's folders, not only /tmp, /dev/shm and claims"),
+    Option("no-network-policy", "", "let pods of other jobs connect to this job's pods"),
+    Option("dry-run", "", "only print the manifests"),
 )
 COMMAND = JobCommand(
     "k8s",

@@ -19,7 +19,7 @@ import jinja2
 from elaunch.agent.environment import outside
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import values
-from elaunch.launcher.options.command_line import own
+from elaunch.launcher.options.command_line import Option
 from elaunch.launcher.options.options import JobCommand, Options, argv_of, submitted
 from elaunch.launcher.preflight import check_script
 from elaunch.rendezvous.types import ProgramKind
@@ -61,19 +61,19 @@ _ELASTIC = "number of nodes, or a range: the job continues while MIN nodes are l
 _NOTICE = "this long before the time limit, workers save and the job is requeued [60]"
 _SBATCH = "another option of sbatch, like --sbatch=--constraint=h100; may be repeated"
 _OPTIONS = (
-    own("nodes", "MIN:MAX", _ELASTIC, values.nodes, default=(1, 1)),
-    own("gpus", "N", "GPUs per node, with one worker for each [all GPUs of the node]", values.count),
-    own("cpus", "N", "CPUs per node [the whole node, exclusively]", values.count),
-    own("time", "LIMIT", "time limit in sbatch's formats: minutes, HH:MM:SS, DAYS-HH [the partition's]", _one_line),
-    own("partition", "NAME", "partition of the job [the site's]", _one_line),
-    own("account", "NAME", "account that is charged [the user's]", _one_line),
-    own("qos", "NAME", "quality of service [the user's]", _one_line),
-    own("name", "NAME", "name of the job [the program's name]", _one_line),
-    own("output", "FILE", "file for the job's output [NAME-JOB.out]", _one_line, default="%x-%j.out"),
-    own("notice", "SECONDS", _NOTICE, values.count, default=60),
-    own("no-requeue", "", "do not requeue the job at its time limit and after a lost node"),
-    own("sbatch", "OPTION", _SBATCH, _one_line, multiple=True),
-    own("dry-run", "", "show the script, submit nothing"),
+    Option("nodes", "MIN:MAX", _ELASTIC, values.nodes, default=(1, 1)),
+    Option("gpus", "N", "GPUs per node, with one worker for each [all GPUs of the node]", values.count),
+    Option("cpus", "N", "CPUs per node [the whole node, exclusively]", values.count),
+    Option("time", "LIMIT", "time limit in sbatch's formats: minutes, HH:MM:SS, DAYS-HH [the partition's]", _one_line),
+    Option("partition", "NAME", "partition of the job [the site's]", _one_line),
+    Option("account", "NAME", "account that is charged [the user's]", _one_line),
+    Option("qos", "NAME", "quality of service [the user's]", _one_line),
+    Option("name", "NAME", "name of the job [the program's name]", _one_line),
+    Option("output", "FILE", "file for the job's output [NAME-JOB.out]", _one_line, default="%x-%j.out"),
+    Option("notice", "SECONDS", _NOTICE, values.count, default=60),
+    Option("no-requeue", "", "do not requeue the job at its time limit and after a lost node"),
+    Option("sbatch", "OPTION", _SBATCH, _one_line, multiple=True),
+    Option("dry-run", "", "show the script, submit nothing"),
 )
 COMMAND = JobCommand(
     "slurm",

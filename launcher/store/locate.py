@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
-from elaunch.agent.config import OnHang
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options, Source, argv_of
 from elaunch.launcher.options.rdzv_conf import Conf, parse_rdzv_conf
@@ -105,8 +104,8 @@ def plan(
         return replace(_plan_for_one_node(options), cluster=cluster)
     conf = parse_rdzv_conf(options.rdzv_conf)
     backend = _backend(options)
-    addresses, notes = given_addresses(options, environ, backend)
-    notes = (*conf.notes, *notes)
+    addresses, sources = given_addresses(options, environ, backend)
+    notes = [*conf.notes, *sources]
     is_static = backend == "static"
     head = None
     if not addresses:
@@ -154,22 +153,21 @@ def plan(
             f" whether it uses TLS; {how_to_send(*addresses)}"
         )
     if made.token and is_etcd and backend not in _ETCD:
-        notes = (*notes, f"the token is not used: {where} means an etcd, which has its own users")
+        notes.append(f"the token is not used: {where} means an etcd, which has its own users")
     if made.login and made.plainly:
-        notes = (
-            *notes,
+        notes.append(
             f"the password of etcd's user {made.login.user} goes unencrypted to {where}: anybody who"
-            " can read the network can use it; for an etcd with TLS type https://",
+            " can read the network can use it; for an etcd with TLS type https://"
         )
     if options.run_id is None and is_etcd:
-        notes = (*notes, "the job is unnamed; if several jobs share the store, give each its own --run-id")
+        notes.append("the job is unnamed; if several jobs share the store, give each its own --run-id")
     # Options of the static backend, which the others ignore.
     reasons = {"node_rank": "ranks follow the order of arrival", "master_addr": "it is the first node's address"}
     ignored = [(f"--{n.replace('_', '-')}", why) for n, why in reasons.items() if n in options.given and not is_static]
     return Planned(
         made,
         (*ignored, *conf.ignored),
-        notes,
+        tuple(notes),
         master.port if master else None,
         cluster,
         at_its_head=head is not None,
@@ -187,9 +185,7 @@ def _plan_for_one_node(options: Options) -> Planned:
     master = _static_master(options) if options.rdzv_backend == "static" and not options.standalone else None
     return Planned(
         RendezvousPlan(
-            times=_with_hang_times(
-                options, Times.for_lease(stop_grace_s=options.stop_grace, failure_grace_s=options.failure_grace)
-            ),
+            times=_make_times(options, Conf(), None),
             master_addr=master.host if master else _bare_host(options.master_addr),
             local_addr=_bare_host(options.local_addr),
         ),
@@ -316,7 +312,7 @@ def _choose_scheme(conf: Conf, addresses: tuple[Address, ...]) -> str:
 
 
 def _make_times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
-    """The times of a job of several nodes. Raises UsageError if they contradict each other."""
+    """The times of a job. Raises UsageError if they contradict each other."""
     times = Times.for_lease(
         Times.lease_ttl_s if conf.lease_ttl is None else conf.lease_ttl,
         failure_grace_s=options.failure_grace,
@@ -325,6 +321,9 @@ def _make_times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
         join_timeout_s=conf.join_timeout,
         store_timeout_s=conf.store_timeout,
         keys_ttl_s=conf.keys_ttl,
+        # Only the user knows how long a step may take.
+        hang_timeout_s=options.hang_timeout if "hang_timeout" in options.given else 0.0,
+        hang_after_s=options.hang_timeout,
     )
     if conf.keep_alive_interval is not None:
         times = replace(times, keepalive_s=min(times.keepalive_s, conf.keep_alive_interval))
@@ -334,15 +333,7 @@ def _make_times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
         times.check()
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return _with_hang_times(options, times)
-
-
-def _with_hang_times(options: Options, times: Times) -> Times:
-    """`times` with the options about hangs."""
-    limit_s = 0.0 if options.on_hang is OnHang.OFF else options.hang_timeout
-    # Only the user knows how long a step may take.
-    reports_s = limit_s if "hang_timeout" in options.given else 0.0
-    return replace(times, hang_timeout_s=reports_s, hang_after_s=limit_s)
+    return times
 
 
 def _read_login(conf: Conf, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> Login | None:

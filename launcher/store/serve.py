@@ -21,7 +21,7 @@ import click
 
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import NoAddress, Owner, addresses, owner_of, routable_addresses, socket_address
-from elaunch.launcher.options.command_line import Command, own
+from elaunch.launcher.options.command_line import Command, Option
 from elaunch.launcher.options.values import listen_address
 from elaunch.launcher.preflight import read_secret
 from elaunch.launcher.store.locate import ETCD_PORT, RendezvousPlan
@@ -237,7 +237,9 @@ def _main(ctx: click.Context) -> int:
     served_at = Endpoint(host, listener.getsockname()[1])
     server = serve(listener, served_at, token)
     try:
-        ends = _take_signals()
+        # Blocked, so that they interrupt nothing. One that is ignored (nohup) stays ignored: `sigwait` would return it.
+        ends = [signum for signum in _ENDS if signal.getsignal(signum) is not signal.SIG_IGN]
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*ends, signal.SIGCHLD))
         for line in announcement(served_at, None if token else server, is_terminal=os.isatty(2)):
             print(f"elaunch: {line}", file=sys.stderr, flush=True)
         while (code := server.process.poll()) is None:
@@ -254,8 +256,8 @@ COMMAND = Command(
     "store",
     _main,
     [
-        own("listen", "HOST:PORT", _LISTEN, listen_address(_EVERYWHERE), default=(_EVERYWHERE, ETCD_PORT)),
-        own("token-file", "FILE", "holds the token that every job must know [ELAUNCH_TOKEN, else a new token]"),
+        Option("listen", "HOST:PORT", _LISTEN, listen_address(_EVERYWHERE), default=(_EVERYWHERE, ETCD_PORT)),
+        Option("token-file", "FILE", "holds the token that every job must know [ELAUNCH_TOKEN, else a new token]"),
     ],
     usage=["[--listen HOST:PORT] [--token-file FILE]"],
     about="Serve a store for jobs of several nodes until Ctrl-C. Jobs that share it need different --run-ids.",
@@ -279,13 +281,3 @@ def announcement(endpoint: Endpoint, served: StoreProcess | None, *, is_terminal
         "the store is in this host's memory: jobs end when it ends, and a store that is started again is empty;"
         " an etcd cluster outlives any host. Ctrl-C ends the store",
     )
-
-
-def _take_signals() -> tuple[signal.Signals, ...]:
-    """Block the signals that end the store, so that they interrupt nothing, and return them for `sigwait`.
-
-    A signal that is ignored (nohup) stays ignored: if it were blocked, `sigwait` would return it.
-    """
-    ends = tuple(signum for signum in _ENDS if signal.getsignal(signum) is not signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*ends, signal.SIGCHLD))
-    return ends
