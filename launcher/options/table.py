@@ -22,17 +22,20 @@ from elaunch.rendezvous.codec import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTE
 from elaunch.rendezvous.types import ProgramKind
 
 
-def _option(group: Group, *described: Any, **more: Any) -> Any:
-    """A field for the option of the same name; the arguments are those of `Option`."""
-    return field(metadata={"option": lambda name: Option(name, *described, group=group, **more)})
+def _option(group: Group, *described: Any, default: Any = None, default_text: str | None = None, **more: Any) -> Any:
+    """A field for the option of its name, with the arguments of `Option`. Without a text its default is shown."""
+    value = getattr(default, "value", default)
+    shown = "none" if value in (None, (), {}) else f"{value:g}" if isinstance(value, float) else str(value)
+    more |= {"group": group, "default": default, "default_text": shown if default_text is None else default_text}
+    return field(metadata={"option": lambda name: Option(name, *described, **more)})
 
 
 def _switch(group: Group, help: str, **more: Any) -> Any:
-    return _option(group, "", help, **more)
+    return _option(group, "", help, default_text="", **more)
 
 
 def _accepted(metavar: str, why: str, convert: values.Convert | None = None) -> Any:
-    return _option(Group.ACCEPTED, metavar, why, convert, peer=True, no_effect=why)
+    return _option(Group.ACCEPTED, metavar, why, convert, default_text="", peer=True, no_effect=why)
 
 
 def _version(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
@@ -68,8 +71,7 @@ class Options:
     exported: Mapping[str, str]
     # fmt: off
     nnodes: tuple[int, int] = _option(
-        Group.SIZE, "MIN:MAX", "number of nodes, or a range", values.nodes,
-        default=(1, 1), default_text="1", peer=True,
+        Group.SIZE, "MIN:MAX", "number of nodes, or a range", values.nodes, default=(1, 1), default_text="1", peer=True,
     )
     nproc_per_node: int | str | None = _option(
         Group.SIZE, "N", "workers: N, gpu, cpu, auto, xpu, npu, hpu", values.workers,
@@ -80,10 +82,9 @@ class Options:
         Group.HOSTS, "HOST,…", "start on these hosts; HOST:N has N workers", values.hosts,
         default=(), default_text="this host",
     )
-    hostfile: str | None = _option(Group.HOSTS, "FILE", "file of hosts: HOST slots=N on each line", default_text="none")
+    hostfile: str | None = _option(Group.HOSTS, "FILE", "file of hosts: HOST slots=N on each line")
     ssh_env: tuple[str, ...] = _option(
-        Group.HOSTS, "NAMES", "more variables for the hosts, like AWS_*", values.names,
-        default=(), default_text="none",
+        Group.HOSTS, "NAMES", "more variables for the hosts, like AWS_*", values.names, default=(),
     )
     ssh_command: tuple[str, ...] | None = _option(
         Group.HOSTS, "COMMAND", "instead of ssh, like \"ssh -p 2222\"", values.command, default_text="ssh",
@@ -91,45 +92,37 @@ class Options:
     dry_run: bool = _switch(Group.HOSTS, "show the commands, and start nothing")
 
     max_restarts: int = _option(
-        Group.RESTARTS, "N", "restarts of the job after failures; 0: none", values.whole,
-        default=3, default_text="3", peer=True,
+        Group.RESTARTS, "N", "restarts of the job after failures; 0: none", values.whole, default=3, peer=True,
     )
     restart_window: float | None = _option(
         Group.RESTARTS, "SECONDS", "count only the restarts of the last SECONDS",
         values.positive_seconds, default_text="all",
     )
     no_restart_codes: tuple[int, ...] = _option(
-        Group.RESTARTS, "CODES", "workers' exit codes that end the job, with that code",
-        values.exit_codes, default=(), default_text="none",
+        Group.RESTARTS, "CODES", "workers' exit codes that end the job, with that code", values.exit_codes, default=(),
     )
     exclude_after: int = _option(
-        Group.RESTARTS, "N", "exclude a node after N similar failures in a row; 0: off", values.whole,
-        default=3, default_text="3",
+        Group.RESTARTS, "N", "exclude a node after N similar failures in a row; 0: off", values.whole, default=3,
     )
     stop_grace: float = _option(
         Group.RESTARTS, "SECONDS", "time to save and end after a stop signal",
-        values.seconds, default=30.0, default_text="30", peer="shutdown-timeout",
-        environment=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
+        values.seconds, default=30.0, peer="shutdown-timeout", environment=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
     )
     failure_grace: float = _option(
-        Group.RESTARTS, "SECONDS", "time that other workers have after a failure",
-        values.seconds, default=0.5, default_text="0.5",
+        Group.RESTARTS, "SECONDS", "time that other workers have after a failure", values.seconds, default=0.5,
     )
     children_grace: float = _option(
-        Group.RESTARTS, "SECONDS", "after success, end children idle this long",
-        values.seconds, default=60.0, default_text="60",
+        Group.RESTARTS, "SECONDS", "after success, end children idle this long", values.seconds, default=60.0,
     )
     hang_timeout: float = _option(
-        Group.RESTARTS, "SECONDS", "time without progress that is a hang; 0: never",
-        values.seconds, default=60.0, default_text="60",
+        Group.RESTARTS, "SECONDS", "time without progress that is a hang; 0: never", values.seconds, default=60.0,
     )
     health_check: str = _option(
         Group.RESTARTS, "HOW", "check this node before it joins: off, warn, strict",
-        values.OneOf("off", "warn", "strict"), default="warn", default_text="warn",
+        values.OneOf("off", "warn", "strict"), default="warn",
     )
     health_command: tuple[str, ...] | None = _option(
-        Group.RESTARTS, "COMMAND", "the site's check; if it fails the node does not join",
-        values.command, default_text="none",
+        Group.RESTARTS, "COMMAND", "the site's check; if it fails the node does not join", values.command,
     )
     on_hang: OnHang = _option(
         Group.RESTARTS, "ACTION", "on a hang: warn, restart, off", values.on_hang,
@@ -168,15 +161,13 @@ class Options:
     quiet: bool = _switch(Group.OUTPUT, "elaunch logs only warnings, errors and the report", short="q")
     log_format: LogFormat = _option(
         Group.OUTPUT, "FORM", "form of lines: text (files: with time), plain, json", values.log_format,
-        default=LogFormat.TEXT, default_text="text",
+        default=LogFormat.TEXT,
     )
     duplicate_stdout_filters: tuple[str, ...] = _option(
-        Group.OUTPUT, "TEXTS", "copy stdout lines with one of TEXTS to a file",
-        values.phrases, default=(), default_text="none", peer=True,
+        Group.OUTPUT, "TEXTS", "copy stdout lines with one of TEXTS to a file", values.phrases, default=(), peer=True,
     )
     duplicate_stderr_filters: tuple[str, ...] = _option(
-        Group.OUTPUT, "TEXTS", "copy stderr lines with one of TEXTS to a file",
-        values.phrases, default=(), default_text="none", peer=True,
+        Group.OUTPUT, "TEXTS", "copy stderr lines with one of TEXTS to a file", values.phrases, default=(), peer=True,
     )
 
     module: bool = _switch(Group.WORKERS, "the program is a module, as python -m", short="m", peer=True)
@@ -190,13 +181,12 @@ class Options:
         default_text=f"0; typed: {values.WARM_MIN:g} minutes", environment=("ELAUNCH_WARM",),
     )
     numa_binding: NumaBinding | None = _option(
-        Group.WORKERS, "MODE", "bind CPUs by: node, socket, exclusive, core-complex",
-        values.numa_binding, default_text="none", peer=True,
+        Group.WORKERS, "MODE", "bind CPUs by: node, socket, exclusive, core-complex", values.numa_binding, peer=True,
     )
     virtual_local_rank: bool = _switch(Group.WORKERS, "each worker sees LOCAL_RANK 0 and one GPU", peer=True)
     role: str = _option(
         Group.WORKERS, "NAME[=N,…]", "the workers' ROLE_NAME; ps=1,trainer=3: several",
-        values.role(ROLE_BYTES_MAX), default="default", default_text="default", peer=True,
+        values.role(ROLE_BYTES_MAX), default="default", peer=True,
     )
 
     run_id: str | None = _option(
@@ -206,20 +196,18 @@ class Options:
     standalone: bool = _switch(Group.RENDEZVOUS, "one node with a new id; --rdzv-* are ignored", peer=True)
     rdzv_endpoint: tuple[Address, ...] = _option(
         Group.RENDEZVOUS, "HOST:PORT", "address of the rendezvous: a node's, or etcd's",
-        values.endpoints, default=(), default_text="none", peer=True,
+        values.endpoints, default=(), peer=True,
     )
     rdzv_backend: str = _option(
         Group.RENDEZVOUS, "NAME", "backend: c10d, etcd, etcd-v2, static",
-        values.OneOf("static", "c10d", "etcd", "etcd-v2"),
-        default="static", default_text="what listens", peer=True,
+        values.OneOf("static", "c10d", "etcd", "etcd-v2"), default="static", default_text="what listens", peer=True,
     )
     rdzv_conf: Mapping[str, str] = _option(
-        Group.RENDEZVOUS, "K=V,K=V", "settings of the rendezvous", values.key_values,
-        default={}, default_text="none", peer=True,
+        Group.RENDEZVOUS, "K=V,K=V", "settings of the rendezvous", values.key_values, default={}, peer=True,
     )
     scheduler: str = _option(
         Group.RENDEZVOUS, "NAME", "scheduler that fills in the rest: auto, none, a name",
-        values.OneOf("auto", "none", *SCHEDULERS), default="auto", default_text="auto",
+        values.OneOf("auto", "none", *SCHEDULERS), default="auto",
     )
     topology: str = _option(
         Group.RENDEZVOUS, "PATH", "place like rack3.switch7; orders ranks", values.name(HOST_BYTES_MAX),
@@ -229,8 +217,7 @@ class Options:
         Group.RENDEZVOUS, "FILE", "file with the job's secret", default_text="ELAUNCH_TOKEN, else a new one",
     )
     node_rank: int = _option(
-        Group.RENDEZVOUS, "N", "static: this node's number", values.node_rank,
-        default=0, default_text="0", peer=True,
+        Group.RENDEZVOUS, "N", "static: this node's number", values.node_rank, default=0, peer=True,
     )
     master_addr: str | None = _option(
         Group.RENDEZVOUS, "HOST", "static: MASTER_ADDR", values.name(HOST_BYTES_MAX),
@@ -245,24 +232,18 @@ class Options:
         values.name(HOST_BYTES_MAX), default_text="toward the endpoint, else 127.0.0.1", peer=True,
     )
 
-    debug: int | None = _option(
-        Group.OTHER, "RANK", "this global rank waits for an IDE (debugpy)", values.whole, default_text="none",
-    )
+    debug: int | None = _option(Group.OTHER, "RANK", "this global rank waits for an IDE (debugpy)", values.whole)
     debug_on_error: int | str | None = _option(
         Group.OTHER, "RANK", "pdb or IDE in that rank if it raises; any: the first", values.rank_or_any,
-        default_text="none",
     )
     on_event: tuple[str, ...] | None = _option(
         Group.OTHER, "COMMAND", "run on failure, hang, restart, end; JSON on stdin", values.command,
-        default_text="none",
     )
     metrics_port: tuple[str, int] | None = _option(
         Group.OTHER, "[HOST:]PORT", "serve this node's Prometheus metrics", values.listen_address("127.0.0.1"),
-        default_text="none",
     )
     config: str | None = _option(
-        Group.OTHER, "FILE", "YAML file of options, script or module, args",
-        default_text="none", is_eager=True, callback=_job_file,
+        Group.OTHER, "FILE", "YAML file of options, script or module, args", is_eager=True, callback=_job_file,
     )
 
     run_path: bool = _switch(Group.ACCEPTED, "scripts always run like this", peer=True)
