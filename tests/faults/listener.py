@@ -63,7 +63,7 @@ def main() -> None:
         if here[1]:
             break
         moment()
-        if link.should_stop():
+        if link.should_stop(every=3):
             keep(done)
             record("stopped", step=done)
             sys.exit(143)

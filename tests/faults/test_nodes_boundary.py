@@ -34,6 +34,7 @@ def assert_stopped_together(cluster: Cluster, meeting: Meeting, reason: str) -> 
     assert sorted(r["rank"] for r in stopped) == ranks, cluster.story()
     (step,) = {r["step"] for r in stopped}
     assert step == max(r["step"] for r in cluster.records.of("step", number))
+    assert step % 3 == 0
     asked = cluster.records.of("asked", number)
     assert {r["reason"] for r in asked} == {reason}, cluster.story()
     assert not cluster.records.of("signalled"), cluster.story()
