@@ -67,6 +67,12 @@ def test_a_global_batch_alone_is_cut_so_that_it_fits(batch: int) -> None:
     )
 
 
+def test_under_torchrun_each_restart_is_a_generation() -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "3"}
+
+    assert [RankInfo.from_environ(environ | own).generation for own in ({}, {"ELAUNCH_GENERATION": "5"})] == [3, 5]
+
+
 def test_help_is_printed_by_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse(["--help"], RankInfo(rank=1, world_size=2, launched=True)) is None
     assert capsys.readouterr().out == ""
