@@ -16,6 +16,7 @@ from tests.harness import script, wait_for
 
 # Generation 0 waits to be hurt, the next ones succeed.
 WAITS_IN_GENERATION_0 = f"""{SAY}{CHILDREN}
+say("parent", os.getppid())
 say("worker", os.getpid())
 while GENERATION == 0:
     signal.pause()
@@ -36,24 +37,15 @@ def test_a_killed_fork_server_takes_its_workers_along_and_the_next_generation_ha
         assert not any(is_alive(pid) for pid in first)
         assert job.wait() == 0
         assert len(job.pids("worker")) == 4
+        one, other, new, last = job.pids("parent")
+        assert one == other == old.pid
+        assert new == last != old.pid
+        assert new != job.process.pid, "it is no fork server"
         logged = [line for line in job.logged_by_agent() if "fork server" in line]
         assert len(logged) == 1
         assert logged[0].startswith("the fork server was killed by SIGKILL")
         assert re.search("succeeded.* 1 of 3 restarts used", job.stderr)
         job.assert_nothing_is_left(pids=job.pids("sleep") + job.pids("setsid") + job.pids("daemon"))
-
-
-def test_restarted_workers_have_the_new_fork_server_as_parent(tmp_path: Path) -> None:
-    script(tmp_path, f"{SAY}\nsay(f'generation {{GENERATION}} parent', os.getppid())\nsignal.pause()")
-    with Light(tmp_path, "--nproc-per-node", "1", "train.py") as job:
-        old = wait_for(lambda: job.pids("generation 0 parent"), "the first worker's parent")[0]
-        assert old == job.fork_server().pid
-
-        psutil.Process(old).kill()
-
-        new = wait_for(lambda: job.pids("generation 1 parent"), "the second worker's parent")[0]
-        assert new != old
-        assert new == job.fork_server().pid
 
 
 def test_a_fork_server_killed_while_it_imports_is_replaced_by_fresh_interpreters(tmp_path: Path) -> None:

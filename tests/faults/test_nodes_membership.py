@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from elaunch.rendezvous.rules.snapshot import Keys
 from tests.faults.cluster import PATIENT, LightCluster
@@ -76,34 +73,6 @@ def test_a_spare_of_another_role_leaves_a_lost_nodes_seat_to_a_node_of_its_role(
         assert second.hosts == ["node0", "node3"]
         cluster.agents[3].wait_for_output(r"2 workers on 2 nodes \(1 ps, 1 trainer; node1 was lost")
         cluster.end(0, 2, 3)
-
-
-@pytest.mark.slow
-def test_an_elastic_job_waits_for_its_last_server_and_not_for_one_of_two_trainers(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 5) as cluster:
-        cluster.start(0, nnodes="1:3", options=("--role", "ps"))
-        cluster.start(1, 2, nnodes="1:3", options=("--role", "trainer"))
-        meeting = cluster.meeting(3)
-
-        cluster.nodes[1].power_off()
-        meeting = cluster.meeting(2, after=meeting)
-        assert sorted(meeting.hosts) == ["node0", "node2"]
-        cluster.start(3, nnodes="1:3", options=("--role", "ps"))
-        cluster.agents[3].wait_for_output("the free seats are for nodes with the role trainer; waiting as a spare")
-        cluster.goes_on(meeting)
-
-        # Its spare is of the same role.
-        cluster.nodes[0].power_off()
-        meeting = cluster.meeting(2, after=meeting)
-        assert sorted(meeting.hosts) == ["node2", "node3"]
-
-        cluster.nodes[3].power_off()
-        cluster.agents[2].wait_for_output("waiting for a node with the role ps")
-        cluster.start(4, nnodes="1:3", options=("--role", "ps"))
-        meeting = cluster.meeting(2, after=meeting)
-        assert sorted(meeting.hosts) == ["node2", "node4"]
-        assert not re.search(r"generation \d+: 1 worker", cluster.agents[2].stderr)
-        cluster.end(2, 4)
 
 
 def test_a_node_that_fails_three_times_is_kept_out_and_the_spare_takes_its_place(tmp_path: Path) -> None:

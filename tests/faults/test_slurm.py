@@ -37,24 +37,6 @@ open(f"here.{os.environ['RANK']}", "w").close()
 while True:
     signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
 """
-# A worker that submits a job, by sbatch or by elaunch, and waits. The job prints its environment.
-HANDS_IN = """\
-import os, signal, subprocess, sys
-generation = os.environ["ELAUNCH_GENERATION"]
-if generation == "0":
-    subprocess.run(sys.argv[1:], check=True)
-open(f"worker.{generation}.part", "w").write(str(os.getpid()))
-os.rename(f"worker.{generation}.part", f"worker.{generation}")
-while not os.path.exists("all-end"):
-    signal.sigtimedwait([], 0.05)
-"""
-HANDED_IN = """\
-#!/bin/bash
-env | grep -E "^(ELAUNCH|TORCHELASTIC|MASTER|RANK|PET)_?" >given.part
-mv given.part given
-until [ -e all-end ]; do sleep 0.1; done
-echo "went on to its end"
-"""
 SECRET = re.compile(r"\b[0-9a-f]{32}\b")
 # Two nodes have enough CPUs for both jobs of an array.
 TWO = ("--nodes=2", "--ntasks-per-node=1", "--open-mode=append")
@@ -148,37 +130,6 @@ def test_submit_writes_and_submits_what_runs(slurm: Slurm) -> None:
     assert shown.startswith("#!/bin/bash\n#SBATCH --job-name=sh\n#SBATCH --nodes=2-3\n")
     assert [rank for rank, *_ in places(output)] in ([0, 1], [0, 1, 2])
     assert slurm.call(*submit, "--partition", "none", *PLAIN, code=3).startswith("elaunch: sbatch refused the job: ")
-
-
-@pytest.mark.parametrize("how", ["sbatch", "elaunch submit"])
-def test_a_job_that_a_worker_hands_in_outlives_that_workers_restart(slurm: Slurm, how: str) -> None:
-    home = slurm.home / how.replace(" ", "-")
-    home.mkdir()
-    (home / "train.py").write_text(HANDS_IN)
-    (home / "other.sh").write_text(HANDED_IN)
-    (home / "other.sh").chmod(0o755)
-    here = ("-wnode0", "--output=other.out")
-    by_elaunch = ("submit", "slurm", "--cpus", "1", *(f"--sbatch={option}" for option in here), "--no-python")
-    words = ("sbatch", *here, "other.sh") if how == "sbatch" else (*COMMAND, *by_elaunch, "./other.sh")
-    command = " ".join((*COMMAND, "--preload", "json", "train.py", *words))
-    job = batch_of(slurm, command, options=("-N1", "-c1", "-wnode0", f"--chdir={home}"))
-    # That job may begin before its worker knows that it has handed it in.
-    both = (home / "given", home / "worker.0")
-    wait_for(lambda: all(path.exists() for path in both), "the job that was handed in")
-    given = (home / "given").read_text()
-
-    os.kill(int((home / "worker.0").read_text()), signal.SIGKILL)
-    wait_for(lambda: (home / "worker.1").exists(), "the worker's successor")
-    (home / "all-end").touch()
-
-    job.wait()
-    wait_for(lambda: "went on to its end" in (home / "other.out").read_text(), "its end")
-    if how == "sbatch":
-        assert "ELAUNCH_MARKER=" in given
-    else:
-        # The job has only its own agent's variables: one marker, and those of its one worker.
-        assert "," not in re.findall(r"^ELAUNCH_MARKER=(\S+)$", given, re.MULTILINE)[0]
-        assert "TORCHELASTIC_RESTART_COUNT=0" in given
 
 
 def test_arguments_arrive_unchanged_through_sbatch_and_srun(slurm: Slurm) -> None:
