@@ -12,7 +12,9 @@ import functools
 import gc
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -71,23 +73,22 @@ def join(place: RankInfo) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if place.launched:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    alone: dict[str, Any] = {} if place.launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    dist.init_process_group(backend, **alone)
     return device
 
 
 def leave(device: torch.device) -> None:
-    """Wait for all ranks, then destroy the group. Call it when nothing refers to the group's models.
+    """Wait for all ranks, then destroy the group, whose threads exit only if nothing refers to its models.
 
-    Only then do the group's threads exit. A thread that releases a tensor while Python shuts down aborts the process
-    (pytorch #190489): with three workers on two cores, one run in seven.
+    A thread that releases a tensor while Python shuts down aborts the process (pytorch #190489).
     """
     together = torch.zeros((), device=device)
     dist.all_reduce(together)
     together.item()
     gc.collect()
+    # gloo's thread drops PowerSGD's callbacks. As the group's last owner it would join itself, and abort the process.
+    time.sleep(0.01)
     dist.destroy_process_group()
 
 
