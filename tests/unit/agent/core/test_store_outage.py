@@ -150,6 +150,7 @@ FULL = StoreFailed("etcd-a:2379: etcd is full (alarm NOSPACE)", Trouble.REFUSES)
     [
         (FULL, "refuses this node's requests: etcd-a:2379: etcd is full (alarm NOSPACE)"),
         (StoreFailed("no answer within 1 s", Trouble.SLOW), "is too slow: no answer within 1 s"),
+        (StoreFailed("no permission", Trouble.DENIED), "denies this node's requests: no permission"),
         (StoreFailed("too many open files", Trouble.OWN), "cannot be connected to: too many open files"),
     ],
 )
@@ -160,6 +161,7 @@ def test_each_trouble_has_its_own_line_while_the_workers_run(driver: Driver, eve
     driver.after(LOG_AFTER_S)
 
     assert driver.logged == f"the store {text}; trying again; the workers continue"
+    assert isinstance(driver.agent.phase, Running)
 
 
 def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone(driver: Driver) -> None:

@@ -85,6 +85,17 @@ def test_augmentation_is_the_same_at_any_world_size_and_after_a_restart(workers:
     assert len({row[1] for batch in alone.values() for row in batch}) == 4 * 12
 
 
+def test_what_a_model_draws_for_a_micro_batch_is_the_same_at_any_world_size() -> None:
+    def drawn(world_size: int) -> dict[int, float]:
+        parts = (accumulate(nn.Linear(1, 1), ORDER, 3, rank, world_size) for rank in range(world_size))
+        return {micro.number: torch.rand(()).item() for part in parts for micro in part}
+
+    alone = drawn(1)
+
+    assert len(set(alone.values())) == 6
+    assert drawn(3) == drawn(4) == alone
+
+
 INPUTS = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 
 
