@@ -27,7 +27,7 @@ def check_options(options: Options, environ: Mapping[str, str]) -> None:
     for name, command in (("--on-event", options.on_event), ("--health-command", options.health_command)):
         if command:
             # The first event, or a started agent, would be too late to notice.
-            _check_command(command[0], f"{name} ")
+            check_command(command[0], f"{name} ")
     if options.metrics_port and find_spec("prometheus_client") is None:
         raise UsageError(
             "--metrics-port needs the package prometheus-client; install it with pip install 'elaunch[metrics]', or"
@@ -47,14 +47,14 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
         # Nothing is preloaded for a command or for another interpreter.
         if kind is ProgramKind.COMMAND:
             _check_no_job_file(options.target)
-            _check_command(options.target, "the command ")
+            check_command(options.target, "the command ")
             return
         if kind is ProgramKind.SCRIPT:
             check_script(options.target)
         elif Path(options.target).is_file():
             raise UsageError(f"-m takes the name of a module, and {options.target} is a file; leave -m out")
         if interpreter:
-            _check_command(interpreter, "PYTHON_EXEC=")
+            check_command(interpreter, "PYTHON_EXEC=")
             return
         if kind is ProgramKind.SCRIPT:
             _check_is_python(Path(options.target))
@@ -89,7 +89,7 @@ def _check_debugger(options: Options, environ: Mapping[str, str]) -> None:
         raise UsageError(f"{option} needs a recent debugpy in {sys.executable}: pip install -U debugpy{or_else}")
 
 
-def _check_command(name: str, what: str) -> None:
+def check_command(name: str, what: str) -> None:
     """Raises UsageError if `name` cannot be run as a command."""
     if shutil.which(name):
         return

@@ -29,7 +29,7 @@ from elaunch.launcher.host import NoAddress, Owner, can_be_bound, interpreter_op
 from elaunch.launcher.options.hostlist import Host, parse_hostfile
 from elaunch.launcher.options.options import Options, argv_of
 from elaunch.launcher.options.values import ENDPOINT_VARIABLES
-from elaunch.launcher.preflight import read_secret
+from elaunch.launcher.preflight import check_command, read_secret
 from elaunch.launcher.schedulers.detect import HOSTS
 
 Log = Callable[[str], None]
@@ -54,7 +54,7 @@ _SSH_OPTIONS = (
 _SENT = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_*", "TORCH*", "OMP_*", "MKL_*", "CUDA_*", "ROCR_*"),
     *("HIP_*", "NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*", "HF_*", "TOKENIZERS_*", "WANDB_*", "ACCELERATE_*"),
-    *("FSDP_*", "PET_*", "ELAUNCH_WARM", "ELAUNCH_ENDPOINT", "ETCDCTL_*"),
+    *("FSDP_*", "PET_*", "ELAUNCH_WARM", "ELAUNCH_ENDPOINT", "ETCDCTL_*", "ASCEND_*", "HABANA_*", "ZE_*", "MLFLOW_*"),
 )
 # Options that only this process reads.
 _NOT_SENT = ("PET_HOSTS", "PET_HOSTFILE", "PET_SSH_*", "PET_DRY_RUN", "PET_SCHEDULER", "PET_TOKEN_FILE")
@@ -220,7 +220,7 @@ def _check(options: Options, count: int) -> None:
     if not count:
         raise UsageError("--dry-run shows the commands of --hosts; give --hosts HOST,HOST, or drop it")
     if "nnodes" in options.given and options.nnodes[0] > count:
-        raise UsageError(f"--nnodes {options.nnodes[0]} needs more hosts than these {count}; add hosts, or lower it")
+        raise UsageError(f"--nnodes {options.nnodes[0]} is more than the hosts ({count}); add hosts, or lower it")
     if options.target == "-":
         raise UsageError(
             "- reads the program from stdin, which the hosts do not share; give a file that all of them have"
@@ -258,8 +258,10 @@ def _command(options: Options, host: Host, mark: str) -> list[str]:
     with suppress(NoAddress):
         if not host.user and owner_of(host.name) is Owner.THIS_HOST:
             return node
+    ssh = options.ssh_command or ("ssh",)
+    check_command(ssh[0], "--ssh-command ")
     # `exec` and plain words: sh, bash, zsh, fish and tcsh read it alike.
-    return [*(options.ssh_command or ("ssh",)), *_SSH_OPTIONS, host.destination, f"exec {shlex.join(node)}"]
+    return [*ssh, *_SSH_OPTIONS, host.destination, f"exec {shlex.join(node)}"]
 
 
 def _argv(options: Options, host: Host) -> list[str]:

@@ -53,7 +53,10 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
         word, *rest = line.partition("#")[0].split() or [""]
         named = dict(each.partition("=")[::2] for each in rest)
         try:
-            for host in _hosts(word, named.get("slots")) if word else ():
+            hosts = list(_hosts(word, named.get("slots"))) if word else []
+            if rest and any(host.slots is None for host in hosts):
+                raise ValueError("has no slots=N after the host; add it, or write only the host")
+            for host in hosts:
                 known = by_name.get(host.name)
                 total = (known.slots or 1) + (host.slots or 1) if known else host.slots
                 by_name[host.name] = replace(host, slots=total)

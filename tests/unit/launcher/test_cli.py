@@ -15,6 +15,8 @@ import pytest
 
 from elaunch.interrupts import raise_at_ctrl_c
 from elaunch.launcher import cli
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.options import parse
 from tests.harness import REPOSITORY, RUN_LIMIT_S, environment, free_ports, slow
 
 # The agent's loop fails here, when everything that a run starts is there.
@@ -174,3 +176,10 @@ def test_a_wrong_command_line_has_exit_code_2_with_stderr_closed_too() -> None:
     command = f"exec {sys.executable} -m elaunch --no-such-option 2>&-"
 
     assert subprocess.run(["/bin/sh", "-c", command], stdout=subprocess.DEVNULL, timeout=RUN_LIMIT_S).returncode == 2
+
+
+def test_an_ssh_command_that_is_missing_is_one_sentence() -> None:
+    options = parse(["--hosts", "node1", "--ssh-command", "no-such -p 2222", "t.py"], {})
+
+    with pytest.raises(UsageError, match="--ssh-command no-such is not an executable file on PATH; give its path"):
+        cli.run(options, {})
