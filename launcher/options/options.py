@@ -140,7 +140,8 @@ Examples:
   elaunch train.py --lr 0.1                           one worker per GPU, up to 3 restarts
   elaunch --nproc-per-node 4 --log-dir logs train.py  4 workers, output on the console and in logs
   elaunch --config job.yaml --max-restarts 0          options from a file; any failure ends the job
-  elaunch --nnodes 2 --rdzv-endpoint node0:2379 train.py  on node0; it prints the line for the other
+  elaunch --hosts node0,node1:4 train.py              both hosts over ssh, 4 workers on node1
+  elaunch --nnodes 2 --rdzv-endpoint node0:2379 train.py  on node0; it prints node1's line
 """
 
 _FOOT = """\

@@ -125,8 +125,8 @@ class Options:
         Group.RESTARTS, "COMMAND", "the site's check; if it fails the node does not join", values.command,
     )
     on_hang: OnHang = _option(
-        Group.RESTARTS, "ACTION", "on a hang: warn, restart, off", values.on_hang,
-        default=OnHang.WARN, default_text="warn; with a limit restart",
+        Group.RESTARTS, "ACTION", "warn, restart or off", values.on_hang,
+        default=OnHang.WARN, default_text="warn; restart with --hang-timeout",
     )
     signals_to_handle: tuple[str, ...] = _option(
         Group.RESTARTS, "NAMES", "signals that stop the job", values.signal_names,
@@ -135,8 +135,8 @@ class Options:
     )
 
     log_dir: Path | None = _option(
-        Group.OUTPUT, "DIR", "keep the workers' output in files in DIR", values.directory,
-        default_text="new with -r, -t", peer=True,
+        Group.OUTPUT, "DIR", "keep workers' output in files in DIR", values.directory,
+        default_text="none; -r, -t: new", peer=True,
     )
     log_max_size: int = _option(
         Group.OUTPUT, "SIZE", "drop a log file's oldest half at SIZE, like 100M",
@@ -177,8 +177,8 @@ class Options:
     )
     no_preload: bool = _switch(Group.WORKERS, "start each worker as a new interpreter")
     warm: float = _option(
-        Group.WORKERS, "", "keep the imports for the next start", values.minutes, default=0.0,
-        default_text=f"0; typed: {values.WARM_MIN:g} minutes", environment=("ELAUNCH_WARM",),
+        Group.WORKERS, "", f"keep the imports {values.WARM_MIN:g} minutes for the next start", values.minutes,
+        default=0.0, default_text="off", environment=("ELAUNCH_WARM",),
     )
     numa_binding: NumaBinding | None = _option(
         Group.WORKERS, "MODE", "bind CPUs by: node, socket, exclusive, core-complex", values.numa_binding, peer=True,
