@@ -30,7 +30,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -166,12 +166,7 @@ class Loop:
         self._poster: ProgressPoster | None = None
         if all(map(config.environment.get, VARIABLES)):
             self._poster = ProgressPoster(config.environment, warn)
-            self._timeline.observers.append(self._post_progress)
-
-    def _post_progress(self, event: str, fields: Mapping[str, object], now_s: float) -> None:
-        """Post progress if this node leads: all nodes are at the same step."""
-        if event == "progress" and self._agent.leads and self._poster:
-            self._poster.offer(fields, now_s)
+            self._timeline.observers.append(self._poster.observe)
 
     def _serve_metrics(self, listener: socket.socket) -> None:
         # prometheus_client is optional.

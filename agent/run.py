@@ -141,9 +141,10 @@ class AgentRun:
 
 
 def _restore_terminal(settings: list[Any]) -> None:
-    """A worker may have been killed at a debugger's prompt."""
-    with suppress(termios.error):
-        termios.tcsetattr(0, termios.TCSADRAIN, settings)
+    """A worker may have been killed at a debugger's prompt. In the background SIGTTOU would stop this process."""
+    with suppress(OSError, termios.error):
+        if os.tcgetpgrp(0) == os.getpgrp():
+            termios.tcsetattr(0, termios.TCSADRAIN, settings)
 
 
 def _metrics_listener(config: AgentConfig) -> socket.socket | None:

@@ -78,21 +78,20 @@ def write_error_file(outcome: Outcome, path: str | None, own: Callable[[int, int
             text = _record_with_code(dict(parse_json(recorded)), failure)
     text = text or _record_with_code({}, failure)
     with suppress(OSError):
-        write_whole(Path(path), text)
+        write_whole(Path(path), text, 0o666)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all. Raises OSError."""
+def write_whole(path: Path, text: str, mode: int = 0o640) -> None:
+    """Write a file whole or not at all, by default with the mode of log files. Raises OSError."""
     partial = path.parent / f".{path.name}.{secrets.token_hex(4)}"
-    # The mode of log files, whose content it has. With O_EXCL no file that exists already in another user's folder is
-    # written to.
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+    # With O_EXCL no file that exists already in another user's folder is written to.
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         partial.replace(path)
     except OSError:
-        partial.unlink()
+        partial.unlink(missing_ok=True)
         raise
 
 

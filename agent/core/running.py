@@ -269,7 +269,7 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float) -> Ste
     if failure.kind is FailureKind.STARTUP and is_newcomer and failure.code not in agent.spec.no_restart_codes:
         return _withdraw_newcomer(agent, running, failure, now_s)
     failures = _in_order(running, failure)
-    failure = decisive_failure((*failures, *running.ends))
+    failure = decisive_failure((*failures, *running.ends), agent.spec.no_restart_codes)
     failures = (failure, *(each for each in failures if each.local_rank != failure.local_rank))
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""

@@ -425,7 +425,7 @@ def _complete(agent: Agent, clearing: Clearing, event: events.Cleared) -> tuple[
     known = [*map(whole_of, failures), *map(whole_of, clearing.ends)]
     # Our signal may have caused a bare exit code, but not an exception that the output shows.
     known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in clearing.answered] or known
-    cause = killed_together(with_cause(decisive_failure(known)), known)
+    cause = killed_together(with_cause(decisive_failure(known, agent.spec.no_restart_codes)), known)
     cause = replace(cause, ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1)
     actions: Actions = (Commit(transactions.complete(agent.snapshot, agent.me, cause)),)
     if cause.local_rank != first.local_rank:

@@ -72,7 +72,7 @@ def _counters(pid: int) -> _Counters | None:
             main_s, delay_s = int(main_ns) / _NS, int(delay_ns) / _NS
         faults = int(fields[7]) + int(fields[9])
         children_s = sum(map(_cpu_s, linux.descendants(pid))) + reaped_s
-        switches = int(linux.status(pid, "voluntary_ctxt_switches"))
+        switches = int(linux.status(pid, "voluntary_ctxt_switches") or "0")
         sums = cpu_s, main_s, delay_s, faults, _io_bytes(pid), switches, children_s
         return _Counters((pid, int(fields[19])), fields[0].decode(), sums)
     except (OSError, ValueError, IndexError):

@@ -35,17 +35,20 @@ class ProgressPoster:
     def __init__(self, environ: Mapping[str, str], warn: Callable[[str], None]) -> None:
         self._url, self._ca_cert, self._token = (environ[name] for name in VARIABLES)
         self._warn = warn
-        self._has_warned = False
+        self._has_warned = self._has_ended = False
         self._next_s = 0.0
         self._thread: threading.Thread | None = None
 
-    def offer(self, fields: Mapping[str, Any], now_s: float) -> None:
-        """Post the progress in these fields of the timeline's `progress` if they have a total. Never waits."""
-        if not (total := fields.get("total")):
+    def observe(self, event: str, fields: Mapping[str, Any], now_s: float) -> None:
+        """Post the progress in an event of the timeline, if it has a total. Never waits."""
+        # All nodes are at the same step, and one posts: not the leader, which may be a spare without workers.
+        if event != "progress" or fields["first_rank"] != 0 or not (total := fields.get("total")):
             return
         step, steps_per_s = min(max(fields["steps"]), total), fields.get("steps_per_s")
-        if step < total and (now_s < self._next_s or (self._thread and self._thread.is_alive())):
+        is_early = now_s < self._next_s or (self._thread and self._thread.is_alive())
+        if is_early and (step < total or self._has_ended):
             return
+        self._has_ended = step == total
         self._next_s = now_s + EVERY_S
         status: dict[str, object] = {"progressPercentage": 100 * step // total}
         if steps_per_s or step == total:
@@ -62,8 +65,8 @@ class ProgressPoster:
         try:
             place = urlsplit(self._url)
             # Kubernetes replaces the token and the certificate from time to time.
-            token, context = Path(self._token).read_text().strip(), create_default_context(cafile=self._ca_cert)
-            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+            token, context = Path(self._token).read_text().split(), create_default_context(cafile=self._ca_cert)
+            headers = {"Authorization": f"Bearer {''.join(token)}", "Content-Type": "application/json"}
             with closing(HTTPSConnection(place.netloc, timeout=_POST_S, context=context)) as connection:
                 connection.request("POST", place.path, json.dumps({"trainerStatus": status}), headers)
                 response = connection.getresponse()

@@ -189,10 +189,13 @@ _NO_OPTIONS = {
     " environment, or give the script '--local-rank=${local_rank}'",
     **{name: f"is not an option of elaunch; did you mean {meant}?" for name, meant in _ELSEWHERE.items()},
 }
+# Former names of options.
+_FORMERLY = {"hang-after": "hang-timeout"}
 
 
 def _dashed(word: str) -> str:
-    return word.replace("_", "-")
+    name = word.replace("_", "-")
+    return _FORMERLY.get(name, name)
 
 
 class Command(click.Command):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.harness import DEADLINE_S, FRESH, LIGHT, Job, free_ports, script, wait_for
+from tests.harness import COMMAND, DEADLINE_S, FRESH, LIGHT, Job, free_ports, script, wait_for
 from tests.terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -148,3 +149,11 @@ def test_a_rank_that_only_loses_its_peer_gets_no_debugger(tmp_path: Path) -> Non
     with Job(tmp_path, *TWO, "--debug-on-error", "any", *LIGHT, "train.py", "1,lost,remote process exited") as job:
         assert job.wait() == 1
     assert ("lost a peer" in job.output, "IDE" in job.output) == (True, False)
+
+
+def test_in_the_background_it_leaves_the_terminal_to_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.terminal.COMMAND", ["bash", "-mc"])
+    command = shlex.join([*COMMAND, "--debug-on-error", "any", "--no-preload", script(tmp_path, "").name])
+
+    with Terminal(tmp_path, f"{command} & wait $!; echo exit code $?") as terminal:
+        terminal.read_until("exit code 0")

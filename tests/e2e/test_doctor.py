@@ -85,7 +85,8 @@ def test_a_store_is_timed_and_refuses_a_wrong_token(tmp_path: Path) -> None:
 def checked(folder: Path, check: str, command: type[Job] = Job) -> Job:
     """A job of one worker after the site's check, a shell script."""
     script(folder, f"#!/bin/sh\n{check}\n", "check.sh").chmod(0o755)
-    with command(folder, "--health-command", "./check.sh 8", "--no-python", "echo", "trained") as job:
+    words = ("--health-command", "./check.sh 8", "--no-python", "echo", "trained")
+    with command(folder, *words, env={"ELAUNCH_TOKEN": TOKEN}) as job:
         job.wait()
     return job
 
@@ -107,7 +108,7 @@ def test_a_node_that_fails_the_sites_check_does_not_join_and_the_checks_first_li
 
 
 def test_a_node_that_passes_the_sites_check_joins_and_shows_none_of_its_output(tmp_path: Path) -> None:
-    job = checked(tmp_path, "echo all is well; touch checked")
+    job = checked(tmp_path, "echo all is well; env | grep -q ^ELAUNCH_TOKEN || touch checked")
 
     assert job.code == 0
     assert (job.stdout, (tmp_path / "checked").exists()) == ("trained\n", True)

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from elaunch.agent.serve.kubeflow import ProgressPoster
 from tests.certificates import Certificates
-from tests.harness import Job, free_ports, joined, script, wait_for, with_limits
+from tests.harness import free_ports, joined, script, wait_for, with_limits
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -86,7 +87,7 @@ def server(tmp_path: Path) -> Iterator[StatusServer]:
     joined(thread)
 
 
-def test_the_leader_alone_posts_progress_and_remaining_time_with_the_newest_token(
+def test_one_node_alone_posts_progress_and_remaining_time_with_the_newest_token(
     server: StatusServer, tmp_path: Path
 ) -> None:
     script(tmp_path, TRAINS)
@@ -99,15 +100,15 @@ def test_the_leader_alone_posts_progress_and_remaining_time_with_the_newest_toke
         OFTEN(tmp_path, *job, env={**env, **server.variables("other")}) as second,
     ):
         wait_for(lambda: server.posts, "a post")
-        leader = server.posts[0][1]["Authorization"].removeprefix("Bearer ")
-        (tmp_path / leader).write_text("rotated")
+        poster = server.posts[0][1]["Authorization"].removeprefix("Bearer ")
+        (tmp_path / poster).write_text("rotated")
         (tmp_path / "go").touch()
         codes = [first.wait(), second.wait()]
 
     assert codes == [0, 0], first.output + second.output
     assert {path for path, _, _ in server.posts} == {PLACE}
     tokens = [headers["Authorization"] for _, headers, _ in server.posts]
-    assert tokens == [f"Bearer {leader}", *["Bearer rotated"] * (len(tokens) - 1)]
+    assert tokens == [f"Bearer {poster}", *["Bearer rotated"] * (len(tokens) - 1)]
     statuses = [body["trainerStatus"] for _, _, body in server.posts]
     shares = [status["progressPercentage"] for status in statuses]
     assert shares == sorted(shares)
@@ -117,6 +118,16 @@ def test_the_leader_alone_posts_progress_and_remaining_time_with_the_newest_toke
     for status in statuses:
         assert set(status) - {"estimatedRemainingSeconds"} == {"progressPercentage", "lastUpdatedTime"}
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", status["lastUpdatedTime"])
+
+
+def test_only_the_node_of_rank_0_posts_and_the_last_step_once_and_nothing_without_a_total(server: StatusServer) -> None:
+    poster = ProgressPoster(server.variables("a\nb"), print)
+
+    for first_rank, total in ((2, 9), (0, 0), (0, 9), (0, 9)):
+        poster.observe("progress", {"first_rank": first_rank, "steps": [9], "total": total}, 0.0)
+        poster.close()
+
+    assert [headers["Authorization"] for _, headers, _ in server.posts] == ["Bearer ab"]
 
 
 @pytest.mark.parametrize("wrong", ["another authority", "a refusal", "no token"])
@@ -154,13 +165,3 @@ def test_a_server_that_does_not_answer_delays_the_end_by_a_moment_only(server: S
             code = job.wait()
 
     assert code == 0, job.output
-
-
-def test_a_program_that_does_not_report_its_last_step_posts_nothing(server: StatusServer, tmp_path: Path) -> None:
-    script(tmp_path, TRAINS.replace("(step, 200)", "(step)"))
-    (tmp_path / "go").touch()
-
-    with Job(tmp_path, "--no-preload", "train.py", env=server.variables("token")) as job:
-        code = job.wait()
-
-    assert (code, server.posts) == (0, []), job.output

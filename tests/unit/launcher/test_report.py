@@ -141,6 +141,7 @@ def test_the_first_failures_record_is_handed_on_with_its_exit_code(tmp_path: Pat
 
     assert handed_on(tmp_path, json.dumps(record)) == {"message": {**record["message"], "errorCode": 1}}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.json", "theirs.json"]
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "who may read it follows from the umask"
 
 
 @pytest.mark.parametrize("text", [None, "", '{"mess', '{"message": "short"}', "{}", "[1]", "[[[], 1]]", "\xff", NESTED])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Action, Clear, Commit, Log, SignalWorkers
-from elaunch.agent.core.events import Cleared, Tick, WorkerEnded, WorkerExited
+from elaunch.agent.core.events import Cleared, Tick, WorkerEnded, WorkerExited, WorkerListens
 from elaunch.agent.core.running import EXIT_S, HOLD_S
 from elaunch.agent.core.state import Running
 from elaunch.agent.core.step import deadline_s
@@ -303,23 +303,31 @@ def test_a_newcomer_whose_workers_cannot_even_start_leaves_a_healthy_job_alone()
     assert "they continue without it" in driver.outcome.reason
 
 
-@pytest.mark.parametrize(("progressed", "kind"), [(True, FailureKind.EXIT_CODE), (False, FailureKind.STARTUP)])
-def test_any_other_failure_of_a_newcomer_is_one_like_any_other(progressed: bool, kind: FailureKind) -> None:
-    driver = newcomer(progressed=progressed)
+@pytest.mark.parametrize(
+    ("progressed", "kind", "codes"),
+    [(True, FailureKind.EXIT_CODE, ()), (False, FailureKind.STARTUP, ()), (True, FailureKind.STARTUP, (2,))],
+)
+def test_any_other_failure_of_a_newcomer_or_one_that_wants_no_restart_is_one_like_any_other(
+    progressed: bool, kind: FailureKind, codes: tuple[int, ...]
+) -> None:
+    driver = newcomer(replace(SPEC, no_restart_codes=codes), progressed=progressed)
 
     driver.exits(1, 2, kind)
 
-    assert [f.kind for f in driver.snapshot.failures[0]] == [kind]
+    assert [(f.kind, f.code) for f in driver.snapshot.failures[0]] == [(kind, 2)]
     assert driver.node_id in driver.snapshot.members
 
 
-def test_a_newcomers_start_up_failure_ends_the_job_if_no_restart_codes_has_its_exit_code() -> None:
-    driver = newcomer(replace(SPEC, no_restart_codes=(2,)))
+def test_of_a_nodes_failures_the_one_that_wants_no_restart_is_recorded() -> None:
+    driver = started(replace(SPEC, no_restart_codes=(93,)))
+    driver.happen(WorkerListens(0, 1, to_stop=True, to_failure=True))
 
-    driver.exits(1, 2, FailureKind.STARTUP)
+    driver.exits(0, 1)
+    driver.exits(1, 93)
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
 
-    assert [f.code for f in driver.snapshot.failures[0]] == [2]
-    assert driver.node_id in driver.snapshot.members
+    assert [f.code for f in driver.snapshot.failures[0]] == [93]
 
 
 def test_a_start_up_failure_of_a_node_that_ran_before_is_one_like_any_other(driver: Driver) -> None:

@@ -338,6 +338,7 @@ def test_a_log_directory_alone_tees_everything() -> None:
     [
         ((), OnHang.WARN, 60, 0),
         (("--hang-timeout", "20"), OnHang.RESTART, 20, 20),
+        (("--hang-after", "20"), OnHang.RESTART, 20, 20),
         (("--on-hang", "off"), OnHang.OFF, 0, 0),
         (("--hang-timeout", "20", "--on-hang", "warn"), OnHang.WARN, 20, 20),
         (("--on-hang", "restart"), OnHang.RESTART, 60, 0),
