@@ -85,7 +85,7 @@ def _check_debugger(options: Options, environ: Mapping[str, str]) -> None:
     # pdb needs a terminal. The second function is newer.
     function, has_pdb = ("listen", False) if options.debug is not None else ("trigger_exception_handler", os.isatty(0))
     if not has_pdb and (find_spec("debugpy") is None or not hasattr(import_module("debugpy"), function)):
-        or_else = "" if options.debug is not None else ", or start elaunch at a terminal, for pdb"
+        or_else = "" if options.debug is not None else ", or start elaunch at a terminal without --hosts, for pdb"
         raise UsageError(f"{option} needs a recent debugpy in {sys.executable}: pip install -U debugpy{or_else}")
 
 

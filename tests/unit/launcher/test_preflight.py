@@ -175,7 +175,11 @@ def test_a_file_is_no_log_directory(tmp_path: Path) -> None:
     ("words", "interpreter", "sentence"),
     [
         ("--debug 0 train.py", "", f"--debug needs a recent debugpy in {sys.executable}: pip install -U debugpy"),
-        ("--debug-on-error any train.py", "", "pip install -U debugpy, or start elaunch at a terminal, for pdb"),
+        (
+            "--debug-on-error any train.py",
+            "",
+            "pip install -U debugpy, or start elaunch at a terminal without --hosts, for pdb",
+        ),
         ("--debug 0 --no-python true", "", "--debug needs a Python program in elaunch's own interpreter"),
         ("--debug-on-error 0 train.py", "/bin/sh", "leave --no-python out, and unset PYTHON_EXEC"),
     ],
