@@ -163,7 +163,7 @@ class Workers:
         group = WorkerGroup(table, group_rank)
         warn_of_locks({**self._config.environment, **self._config.worker_env}, self._reporter.warn)
         if (self._config.debugged or 0) >= table.world_size:
-            self._reporter.warn(f"there is no rank {self._config.debugged} to debug among {table.world_size} workers")
+            self._reporter.warn(f"there is no rank {self._config.debugged} to debug; give 0 to {table.world_size - 1}")
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.
             self.port.close()
