@@ -40,7 +40,12 @@ def become_init() -> None:
     # The image's health check reads the pid (deploy/docker). A pid of 7 digits just fits into the name.
     set_command_line(("elaunch: init",), f"init-of-{agent}")
     code = _forward_signals(agent, waited)
-    _wait_for_guardian()
+    # This process adopted the guardian and other orphans when the agent exited.
+    end_s = time.monotonic() + _GUARDIAN_S
+    with suppress(ChildProcessError):
+        while (left_s := end_s - time.monotonic()) > 0:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                signal.sigtimedwait({signal.SIGCHLD}, left_s)
     os._exit(code)
 
 
@@ -59,12 +64,3 @@ def _forward_signals(agent: int, waited: Set[int]) -> int:
                 if ended[0] == agent:
                     code = os.waitstatus_to_exitcode(ended[1])
                     return code if code >= 0 else 128 - code
-
-
-def _wait_for_guardian() -> None:
-    """Wait for the guardian and other orphans, which this process adopted when the agent exited."""
-    end_s = time.monotonic() + _GUARDIAN_S
-    with suppress(ChildProcessError):
-        while (left_s := end_s - time.monotonic()) > 0:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                signal.sigtimedwait({signal.SIGCHLD}, left_s)

@@ -131,17 +131,22 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
 
 
 def _details(failure: Failure, logs: Path | None, lacks: str) -> list[str]:
+    code, recorded = failure.code, failure.error_file or failure.log_path
+    pid = f" (pid: {failure.pid})" if failure.pid > 0 else ""
+    name = f"  ({signal_name(code)})" if code is not None and code < 0 else ""
     lines = [
         f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(failure.failed_at))}",
         f"  host      : {failure.host}",
         *([f"  rank      : {failure.rank} (local_rank: {failure.local_rank})"] if failure.rank >= 0 else []),
-        f"  exitcode  : {_exit_code(failure)}",
+        f"  exitcode  : {'<N/A>' if code is None else f'{code}{pid}{name}'}",
         f"  error_file: {failure.error_file if logs and failure.error_file else '<N/A>'}",
     ]
     if failure.traceback:
         lines += ["  traceback :", *_indented(failure.traceback)]
     if failure.is_cut:
-        lines.append(f"  in full   : {_in_full(failure, logs)}")
+        # It was too long for the store, and is on the failed worker's node only.
+        here = f"in the output of elaunch on {failure.host}; --log-dir FOLDER keeps it in a file"
+        lines.append(f"  in full   : {f'{recorded} on {failure.host}' if logs and recorded else here}")
     if tail := _tail(failure):
         shown = "its last line" if len(tail) == 1 else f"its last {len(tail)} lines"
         shown = shown if failure.rank >= 0 else "what ranks wrote last"
@@ -167,14 +172,6 @@ def _wrong_arguments(failure: Failure) -> str:
     last = _shown(lines[-1].strip()).rstrip(".")
     is_repeated = last.endswith(failure.message.rpartition("; ")[2].removesuffix(")").rstrip("."))
     return failure.message if is_repeated else f"{failure.message}: {last}"
-
-
-def _exit_code(failure: Failure) -> str:
-    if failure.code is None:
-        return "<N/A>"
-    name = f"  ({signal_name(failure.code)})" if failure.code < 0 else ""
-    pid = f" (pid: {failure.pid})" if failure.pid > 0 else ""
-    return f"{failure.code}{pid}{name}"
 
 
 def _tail(failure: Failure) -> list[str]:
@@ -205,13 +202,6 @@ def _shown(line: str) -> str:
     line = plain(_COLOUR.sub("", line), keep="\t")
     more = len(line) - _LINE_CHARACTERS
     return line if more <= 0 else f"{line[:_LINE_CHARACTERS]}… ({more:,} more characters)"
-
-
-def _in_full(failure: Failure, logs: Path | None) -> str:
-    """Where the whole message or traceback is, if it was too long for the store: only on the failed worker's node."""
-    if logs and (recorded := failure.error_file or failure.log_path):
-        return f"{recorded} on {failure.host}"
-    return f"in the output of elaunch on {failure.host}; --log-dir FOLDER keeps it in a file"
 
 
 def _restarts(outcome: Outcome) -> str:

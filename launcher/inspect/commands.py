@@ -96,7 +96,11 @@ def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
     if {"rdzv_endpoint", "master_addr"} & typed.keys():
         return _by_store(options, name, environ)
     agents, problems = local_agents()
-    here = _jobs(agents)
+    # Two jobs may have one run id: their leaders differ.
+    by_job: dict[tuple[str, str], list[LocalAgent]] = {}
+    for agent in agents:
+        by_job.setdefault((agent.job.run_id, agent.job.leader), []).append(agent)
+    here = [*by_job.values()]
     listed = ", ".join(f"{plain(job.job.run_id)} (pid {job.pid})" for job, *_ in here)
     if is_order and not name:
         # The only job here may not be the intended one.
@@ -118,14 +122,6 @@ def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
     if len(chosen) > 1:
         raise UsageError(f"several jobs run here: {listed}; name one by its pid: elaunch {command} PID")
     return LocalSource(chosen[0]) if chosen else _by_store(options, name, environ)
-
-
-def _jobs(agents: Sequence[LocalAgent]) -> list[list[LocalAgent]]:
-    """The agents by job. Two jobs may have one run id: their leaders differ."""
-    jobs: dict[tuple[str, str], list[LocalAgent]] = {}
-    for agent in agents:
-        jobs.setdefault((agent.job.run_id, agent.job.leader), []).append(agent)
-    return list(jobs.values())
 
 
 def _by_store(options: Options, name: str, environ: Mapping[str, str]) -> JobSource:

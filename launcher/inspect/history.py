@@ -274,16 +274,20 @@ def _slow_ranks(nodes: Sequence[NodeLog]) -> Iterator[Incident]:
 def _end(nodes: Sequence[NodeLog]) -> End:
     """The end that the nodes recorded; that of a node that left counts only if no other one continued."""
     last_s = max(node.end_s for node in nodes)
-    recorded = [event for _, event in _events(nodes, "ended")]
+    recorded = _events(nodes, "ended")
     ranked = {outcome: rank for rank, outcome in enumerate(_OUTCOMES)}
-    ended = min(recorded, key=lambda event: ranked.get(event.text("outcome"), len(ranked)), default=NO_EVENT)
+    ended = min(
+        (event for _, event in recorded),
+        key=lambda event: ranked.get(event.text("outcome"), len(ranked)),
+        default=NO_EVENT,
+    )
     sealed, started = ([event for _, event in _events(nodes, name)] for name in ("sealed", "started"))
     end = End(
         last_s,
         restarts=max(0, *(event.number("restarts") for event in (ended, *sealed))),
         max_restarts=max(event.number("max_restarts") for event in (ended, *started)),
     )
-    if recorded and (ended.text("outcome") in _OF_THE_JOB or all(node.has_ended for node in nodes)):
+    if recorded and (ended.text("outcome") in _OF_THE_JOB or len({node.folder for node, _ in recorded}) == len(nodes)):
         return replace(end, outcome=ended.text("outcome"), code=ended.number("code"), reason=ended.text("reason"))
     died = [event for _, event in _events(nodes, "agent_died")]
     # The newest table has the number of nodes: the logs of some may be on other disks.

@@ -172,11 +172,6 @@ class NodeLog:
     def end_s(self) -> float:
         return max(event.at_s for event in self.events)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the node's agent recorded the end of the job."""
-        return any(event.event == "ended" for event in self.events)
-
     def since(self, origin: float, name: str) -> NodeLog:
         """The log with `origin` (wall clock) as the job's second 0, and with its visits."""
         events = tuple(replace(event, at_s=event.at_s - origin) for event in self.events)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from elaunch.launcher.errors import UsageError, nearest
@@ -38,11 +39,6 @@ def _ignored(why: str, convert: values.Convert) -> Any:
     return field(default=None, metadata={"setting": ("", convert, (), why)})
 
 
-def _lease(raw: values.Raw) -> int:
-    values.seconds(raw)
-    return values.whole(raw, low=2)
-
-
 def _prefix(raw: values.Raw) -> str:
     """Normalises a prefix to the form `/teams/vision/`, so that all nodes of a job use the same keys."""
     word = values.text(raw)
@@ -71,7 +67,9 @@ class Conf:
     last_call_timeout: float | None = _setting(
         "seconds to wait for more nodes of a range, first start [2]", values.seconds,
     )
-    lease_ttl: int | None = _setting("whole seconds without contact until a node is lost [3]", _lease)
+    lease_ttl: int | None = _setting(
+        "whole seconds without contact until a node is lost [3]", partial(values.whole, low=2)
+    )
     keep_alive_interval: float | None = _setting(
         "if given, lease_ttl is this times keep_alive_max_attempt [5]", values.positive_seconds,
     )

@@ -65,41 +65,27 @@ def facts_of_job(options: Options, cluster: Cluster, environ: Mapping[str, str])
 
 def settle(options: Options, cluster: Cluster) -> Options:
     """`options` with the size and the name that the scheduler gives. Raises UsageError for a contradiction."""
-    _check_nodes(options, cluster)
-    _check_rank(options, cluster)
+    least, started = options.nnodes[0], cluster.nodes[1] if cluster.nodes else 0
+    if "nnodes" in options.given and least > started > 0:
+        several = f", with {cluster.tasks} tasks on this one, of which one is the agent" if cluster.tasks > 1 else ""
+        raise UsageError(
+            f"{_source(options, 'nnodes')} {least} contradicts {cluster.scheduler}, which started this job on {started}"
+            f" nodes{several}; leave --nnodes out, or lower it, or ask {cluster.scheduler} for {least} nodes"
+            " (--scheduler none ignores it)"
+        )
+    # A variable in a batch script has the script's own value, which is the same on all nodes.
+    has_other_rank = "node_rank" in options.given and cluster.node_index not in (None, options.node_rank)
+    if has_other_rank and started > 1 and options.nnodes == cluster.nodes:
+        raise UsageError(
+            f"{_source(options, 'node_rank')} {options.node_rank} contradicts {cluster.scheduler}, where this is node"
+            f" {cluster.node_index}; leave --node-rank out (a variable in a job's script is the script's own, the same"
+            " for all nodes), or add --scheduler none"
+        )
     if cluster.nodes and "nnodes" not in options.given:
         options = replace(options, nnodes=cluster.nodes)
     if cluster.run_id and options.run_id is None:
         options = replace(options, run_id=cluster.run_id)
     return options
-
-
-def _check_nodes(options: Options, cluster: Cluster) -> None:
-    least, started = options.nnodes[0], cluster.nodes[1] if cluster.nodes else None
-    if started is None or "nnodes" not in options.given or least <= started:
-        return
-    several = f", with {cluster.tasks} tasks on this one, of which one is the agent" if cluster.tasks > 1 else ""
-    raise UsageError(
-        f"{_source(options, 'nnodes')} {least} contradicts {cluster.scheduler}, which started this job on {started}"
-        f" nodes{several}; leave --nnodes out, or lower it, or ask {cluster.scheduler} for {least} nodes"
-        " (--scheduler none ignores it)"
-    )
-
-
-def _check_rank(options: Options, cluster: Cluster) -> None:
-    """Raises UsageError for a node rank that contradicts the scheduler.
-
-    A variable in a batch script has the script's own value, which is the same on all nodes.
-    """
-    index = cluster.node_index
-    if index is None or "node_rank" not in options.given or options.node_rank == index:
-        return
-    if cluster.nodes and options.nnodes == cluster.nodes and cluster.nodes[1] > 1:
-        raise UsageError(
-            f"{_source(options, 'node_rank')} {options.node_rank} contradicts {cluster.scheduler}, where this is node"
-            f" {index}; leave --node-rank out (a variable in a job's script is the script's own, the same for all"
-            " nodes), or add --scheduler none"
-        )
 
 
 def _source(options: Options, dest: str) -> str:

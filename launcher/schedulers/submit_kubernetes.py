@@ -21,7 +21,7 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import Option
 from elaunch.launcher.options.options import JobCommand, JobFile, Options, argv_of, submitted
-from elaunch.launcher.options.values import Address, endpoints
+from elaunch.launcher.options.values import endpoints
 from elaunch.rendezvous.secret import new_token
 from elaunch.rendezvous.types import ProgramKind
 
@@ -85,23 +85,8 @@ def job_of(ctx: click.Context, suffix: str = "") -> PodJob:
     given = ctx.params
     if not given["image"]:
         raise UsageError("--image is missing: the image holds elaunch and the program; see deploy/docker/Dockerfile")
-    options = _checked_job(ctx, given["nodes"], dict(given["env"]))
-    command = argv_of(options.typed, options.program)
-    for word in (*command, *(value for _, value in (*given["env"], *given["claim"]))):
-        # Python keeps bytes that are not UTF-8 as lone surrogates.
-        if re.search(r"[\ud800-\udfff]", word):
-            raise UsageError(f"{word!r} is not UTF-8, and a manifest must be; put it into a file of the image")
-    name = given["name"] or _name(options)
-    instance = f"{name}-{suffix}" if suffix else name
-    etcd = _etcd(given["etcd"] or (), given["etcd_secret"])
-    has_token = given["nodes"][1] > 1 and not etcd
-    token_secret = (given["token_secret"] or f"{instance}-token") if has_token else ""
-    final_codes = sorted({1, 2, 130, *options.no_restart_codes})
-    return PodJob(name, instance, tuple(command), etcd, token_secret, final_codes, given)
-
-
-def _checked_job(ctx: click.Context, nodes: tuple[int, int], variables: Mapping[str, str]) -> Options:
-    """The job's options. Raises UsageError where every pod would end with exit code 2 after it is scheduled."""
+    nodes, variables = given["nodes"], dict(given["env"])
+    # With these every pod would end with exit code 2 after it is scheduled.
     for name, why in _NOT_HERE.items():
         variable = f"PET_{name.upper()}"
         if variable in variables:
@@ -109,14 +94,23 @@ def _checked_job(ctx: click.Context, nodes: tuple[int, int], variables: Mapping[
         if name in ctx.obj.given:
             raise UsageError(f"--{name.replace('_', '-')} {why}")
     # A job file is in the image, like the program. It is not read here.
-    return submitted(ctx, {"PET_NNODES": f"{nodes[0]}:{nodes[1]}", **variables}, lambda _: JobFile({}))
-
-
-def _etcd(found: Sequence[Address], secret: str | None) -> str:
-    """The endpoints for the pods, with https:// if there is a Secret with certificates. Raises UsageError."""
+    options = submitted(ctx, {"PET_NNODES": f"{nodes[0]}:{nodes[1]}", **variables}, lambda _: JobFile({}))
+    command = argv_of(options.typed, options.program)
+    for word in (*command, *(value for _, value in (*given["env"], *given["claim"]))):
+        # Python keeps bytes that are not UTF-8 as lone surrogates.
+        if re.search(r"[\ud800-\udfff]", word):
+            raise UsageError(f"{word!r} is not UTF-8, and a manifest must be; put it into a file of the image")
+    name = given["name"] or _name(options)
+    instance = f"{name}-{suffix}" if suffix else name
+    found, secret = given["etcd"] or (), given["etcd_secret"]
     if secret and (not found or any(address.scheme == "http" for address in found)):
         raise UsageError(f"--etcd-secret {secret} is for an etcd with TLS; give its address: --etcd https://HOST:PORT")
-    return ",".join(str(replace(address, scheme="https") if secret else address) for address in found)
+    # The Secret has the certificates.
+    etcd = ",".join(str(replace(address, scheme="https") if secret else address) for address in found)
+    has_token = nodes[1] > 1 and not etcd
+    token_secret = (given["token_secret"] or f"{instance}-token") if has_token else ""
+    final_codes = sorted({1, 2, 130, *options.no_restart_codes})
+    return PodJob(name, instance, tuple(command), etcd, token_secret, final_codes, given)
 
 
 def _pair(separator: str, metavar: str) -> values.Convert:

@@ -45,7 +45,15 @@ def _main(ctx: click.Context) -> int:
 def job_of(ctx: click.Context) -> Options:
     """The job to submit. Raises UsageError, also if elaunch would refuse its command line."""
     options, nodes = submitted(ctx, outside(ctx.obj.environ)), ctx.params["nodes"]
-    _check(options, nodes)
+    # Every node would refuse these, or be a separate job.
+    for dest in ("standalone", "node_rank"):
+        if nodes[1] > 1 and dest in options.given:
+            raise UsageError(f"--{dest.replace('_', '-')} is the same on all nodes of --nodes {nodes[1]}; leave it out")
+    if "nnodes" in options.given and options.nnodes[0] > nodes[0]:
+        raise UsageError(
+            f"--nnodes {options.nnodes[0]} is more than the nodes that Slurm may give the job, --nodes {nodes[0]};"
+            " leave --nnodes out, or raise --nodes"
+        )
     if nodes[0] < nodes[1] and "nnodes" not in options.given:
         return replace(options, typed={"nnodes": f"{nodes[0]}:{nodes[1]}", **options.typed})
     return options
@@ -84,18 +92,6 @@ COMMAND = JobCommand(
     ending="Needs sbatch.",
     is_elsewhere=True,
 )
-
-
-def _check(options: Options, nodes: tuple[int, int]) -> None:
-    """Raises UsageError for options that every node would refuse, or that would make every node a separate job."""
-    for dest in ("standalone", "node_rank"):
-        if nodes[1] > 1 and dest in options.given:
-            raise UsageError(f"--{dest.replace('_', '-')} is the same on all nodes of --nodes {nodes[1]}; leave it out")
-    if "nnodes" in options.given and options.nnodes[0] > nodes[0]:
-        raise UsageError(
-            f"--nnodes {options.nnodes[0]} is more than the nodes that Slurm may give the job, --nodes {nodes[0]};"
-            " leave --nnodes out, or raise --nodes"
-        )
 
 
 def _name(options: Options) -> str:

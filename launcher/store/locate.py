@@ -103,7 +103,11 @@ def plan(
     if options.standalone or options.nnodes[1] == 1:
         return replace(_plan_for_one_node(options), cluster=cluster)
     conf = parse_rdzv_conf(options.rdzv_conf)
-    backend = _backend(options)
+    # torchrun's default is static. Here it is static only with --node-rank or --master-addr. Empty: the agent detects
+    # which store listens at the endpoint.
+    backend = "static" if {"node_rank", "master_addr"} & set(options.given) else ""
+    if "rdzv_backend" in options.given:
+        backend = options.rdzv_backend
     addresses, sources = given_addresses(options, environ, backend)
     notes = [*conf.notes, *sources]
     is_static = backend == "static"
@@ -123,10 +127,14 @@ def plan(
     is_head = conf.is_host
     if is_head is None and (head or is_static):
         is_head = (cluster.node_index if cluster and head else options.node_rank) == 0
+    pair = (conf.cert, conf.key)
+    if not conf.cert:
+        pair = (environ.get("ETCDCTL_CERT") or None, environ.get("ETCDCTL_KEY") or None)
+    usual_port = C10D_PORT if backend == "c10d" else ETCD_PORT
     made = RendezvousPlan(
         times=_make_times(options, conf, cluster),
-        endpoints=tuple(_endpoint(address, backend) for address in addresses),
-        tls=_tls(conf, environ) if scheme == "https" else None,
+        endpoints=tuple(Endpoint(each.host, usual_port if each.port is None else each.port) for each in addresses),
+        tls=Tls(conf.cacert or environ.get("ETCDCTL_CACERT") or None, *pair) if scheme == "https" else None,
         plainly=scheme == "http",
         login=_read_login(conf, environ, read_secret),
         prefix=conf.etcd_prefix,
@@ -192,23 +200,6 @@ def _plan_for_one_node(options: Options) -> Planned:
         tuple((f"--{name.replace('_', '-')}", _ALONE) for name in ignored),
         master_port=master.port if master else None,
     )
-
-
-def _backend(options: Options) -> str:
-    """torchrun's name of the backend; empty if the agent detects which store listens at the endpoint.
-
-    torchrun's default is static. Here it is static only with --node-rank or --master-addr.
-    """
-    if "rdzv_backend" in options.given:
-        return options.rdzv_backend
-    return "static" if {"node_rank", "master_addr"} & set(options.given) else ""
-
-
-def _tls(conf: Conf, environ: Mapping[str, str]) -> Tls:
-    certificate, key = conf.cert, conf.key
-    if not certificate:
-        certificate, key = environ.get("ETCDCTL_CERT"), environ.get("ETCDCTL_KEY")
-    return Tls(conf.cacert or environ.get("ETCDCTL_CACERT") or None, certificate or None, key or None)
 
 
 def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> str:
@@ -285,11 +276,6 @@ def _check_addresses(addresses: tuple[Address, ...], source: str) -> tuple[Addre
                 " a port"
             )
     return addresses
-
-
-def _endpoint(address: Address, backend: str) -> Endpoint:
-    default = C10D_PORT if backend == "c10d" else ETCD_PORT
-    return Endpoint(address.host, default if address.port is None else address.port)
 
 
 def _choose_scheme(conf: Conf, addresses: tuple[Address, ...]) -> str:
