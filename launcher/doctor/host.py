@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from elaunch.agent.serve.event_hook import run_limited
@@ -100,16 +101,7 @@ class Needs:
         return f"{self.workers} worker{' needs' if self.workers == 1 else 's need'} {what}"
 
 
-def ok(found: str) -> Finding:
-    return Finding(Grade.OK, found)
-
-
-def warn(found: str, advice: str) -> Finding:
-    return Finding(Grade.WARN, found, advice)
-
-
-def bad(found: str, advice: str) -> Finding:
-    return Finding(Grade.BAD, found, advice)
+ok, warn, bad = (partial(Finding, grade) for grade in Grade)
 
 
 def worst(findings: Iterable[Finding]) -> Grade:

@@ -59,28 +59,26 @@ def check_address(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
 
 
 def check_ports(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
-    """Whether a firewall blocks ports of the endpoint's host."""
+    """Whether a firewall blocks ports of the endpoint's host: MASTER_PORT, and ephemeral ones, as gloo and NCCL get."""
     host = plan.endpoints[0].host if plan.endpoints and plan.serves else ""
+    is_other = False
     with suppress(NoAddress):
-        if host and owner_of(host, _RESOLVE_S) is Owner.OTHER_HOST:
-            yield _try_ports(host, needs.ports)
-            return
-    yield ok("no other node's ports are tried from here")
-
-
-def _try_ports(host: str, wanted: Sequence[int]) -> Finding:
-    """Try the first and the last port for MASTER_PORT, and two ephemeral ports, as gloo and NCCL get them."""
+        is_other = bool(host) and owner_of(host, _RESOLVE_S) is Owner.OTHER_HOST
+    if not is_other:
+        yield ok("no other node's ports are tried from here")
+        return
     low, high = ephemeral_ports()
-    tried = tuple(dict.fromkeys([*wanted[:1], *wanted[-1:], *random.sample(range(low, high), 2)]))
+    tried = tuple(dict.fromkeys([*needs.ports[:1], *needs.ports[-1:], *random.sample(range(low, high), 2)]))
     # A refused connection has passed the firewall.
     silent = {port: why for port in tried if (why := connect_error(Endpoint(host, port))) not in ("", REFUSED)}
-    if not silent:
-        return ok(f"{host} answers on ports {', '.join(map(str, tried))}, as MASTER_PORT, gloo and NCCL need it")
-    return warn(
-        f"{host} does not answer on ports {', '.join(map(str, silent))} ({next(iter(silent.values()))})",
-        "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--master-port"
-        f" FIRST:LAST limits it), and to {low}-{high}, from which the kernel gives gloo and NCCL theirs",
-    )
+    if silent:
+        yield warn(
+            f"{host} does not answer on ports {', '.join(map(str, silent))} ({next(iter(silent.values()))})",
+            "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--master-port"
+            f" FIRST:LAST limits it), and to {low}-{high}, from which the kernel gives gloo and NCCL theirs",
+        )
+    else:
+        yield ok(f"{host} answers on ports {', '.join(map(str, tried))}, as MASTER_PORT, gloo and NCCL need it")
 
 
 def check_store(plan: RendezvousPlan) -> Iterator[Finding]:

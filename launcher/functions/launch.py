@@ -334,14 +334,11 @@ def check(outcome: Mapping[str, Any], code: int, name: str) -> None:
         return
     failure = outcome.get("failure")
     if failure and "rank" in failure and outcome["outcome"] == "failed":
-        raise child_failed(name, {failure["rank"]: _process_failure(failure)}, outcome["text"], outcome["exit_code"])
+        known = {each.name: failure[each.name] for each in fields(ProcessFailure) if each.name in failure}
+        timestamp = int(failure["failed_at"])
+        if failure.get("traceback"):
+            extra = {"py_callstack": failure["traceback"], "timestamp": str(timestamp)}
+            known["message"] = {"message": failure["message"], "extraInfo": extra}
+        first = ProcessFailure(**known, exitcode=failure.get("code", -1), timestamp=timestamp)
+        raise child_failed(name, {failure["rank"]: first}, outcome["text"], outcome["exit_code"])
     raise JobFailed(outcome["text"].strip(), outcome["exit_code"])
-
-
-def _process_failure(failure: Mapping[str, Any]) -> ProcessFailure:
-    known = {each.name: failure[each.name] for each in fields(ProcessFailure) if each.name in failure}
-    timestamp = int(failure["failed_at"])
-    if failure.get("traceback"):
-        extra = {"py_callstack": failure["traceback"], "timestamp": str(timestamp)}
-        known["message"] = {"message": failure["message"], "extraInfo": extra}
-    return ProcessFailure(**known, exitcode=failure.get("code", -1), timestamp=timestamp)

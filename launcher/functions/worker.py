@@ -32,7 +32,7 @@ def main(name: str, local_rank: str) -> None:
     folder, _, call, *results = files
     result = f"{folder}/{results[int(local_rank)]}"
     with open(result, "wb") as file:  # noqa: PTH123
-        write_start(file, int(os.environ["RANK"]), int(os.environ["ELAUNCH_GENERATION"]))
+        pickle.dump((int(os.environ["RANK"]), int(os.environ["ELAUNCH_GENERATION"])), file)
     with open(f"{folder}/{call}", "rb") as file:  # noqa: PTH123
         function, args, named = read_call(file)
     try:
@@ -51,7 +51,14 @@ def write_call(file: IO[bytes], function: Callable[..., Any], args: tuple[Any, .
     Raises multiprocessing's RuntimeError in a worker that is importing its main module: the script lacks a guard.
     """
     prepared = {key: value for key, value in spawn.get_preparation_data("").items() if key in _PREPARED}
-    data, is_by_value = _pickled(function, args, named)
+    try:
+        data, is_by_value = _dumps((function, args, named), can_import_main=_can_import_main())
+    except Exception as error:
+        # Pickling runs code of any object.
+        raise pickle.PicklingError(
+            f"{name_of(function)} with its arguments cannot be sent to the workers: {error}; pip install cloudpickle,"
+            " or define it at the top level of a module, and open files, locks and connections in it"
+        ) from error
     if is_by_value or _MAIN_NAME not in data:
         # Nothing in the call comes from the main module, so workers need not run it.
         prepared = {key: value for key, value in prepared.items() if key not in _MAIN}
@@ -69,11 +76,6 @@ def read_call(file: IO[bytes]) -> tuple[Callable[..., Any], tuple[Any, ...], dic
         return called
     finally:
         del current._inheriting
-
-
-def write_start(file: IO[bytes], rank: int, generation: int) -> None:
-    """Record that this rank of this generation has started."""
-    pickle.dump((rank, generation), file)
 
 
 def write_value(file: IO[bytes], value: object) -> None:
@@ -116,18 +118,6 @@ def read_value(file: IO[bytes], generation: int, name: str) -> tuple[int, Any] |
         raise pickle.PicklingError(
             f"what {name} returned on rank {rank} cannot be read in this process ({type(error).__name__}: {error});"
             " return what can be imported and made here: plain data, CPU tensors"
-        ) from error
-
-
-def _pickled(function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[bytes, bool]:
-    """The call's pickle, and whether it has functions and classes by value, not by name."""
-    try:
-        return _dumps((function, args, named), can_import_main=_can_import_main())
-    except Exception as error:
-        # Pickling runs code of any object.
-        raise pickle.PicklingError(
-            f"{name_of(function)} with its arguments cannot be sent to the workers: {error}; pip install cloudpickle,"
-            " or define it at the top level of a module, and open files, locks and connections in it"
         ) from error
 
 

@@ -132,12 +132,6 @@ class History:
         """Steps that were done again, -1 if no step is known."""
         return sum(generation.steps_lost for generation in self.generations) if self.knows_steps else -1
 
-    @property
-    def last_that_ran(self) -> int:
-        """The newest generation whose table was sealed, -1 if there is none."""
-        ran = (each.generation for each in self.generations if not math.isnan(each.sealed_s))
-        return max(ran, default=-1)
-
 
 def history(logs: Sequence[NodeLog]) -> History:
     """The history in these logs of one job; at least one has an event."""
@@ -275,12 +269,9 @@ def _end(nodes: Sequence[NodeLog]) -> End:
     """The end that the nodes recorded; that of a node that left counts only if no other one continued."""
     last_s = max(node.end_s for node in nodes)
     recorded = _events(nodes, "ended")
-    ranked = {outcome: rank for rank, outcome in enumerate(_OUTCOMES)}
-    ended = min(
-        (event for _, event in recorded),
-        key=lambda event: ranked.get(event.text("outcome"), len(ranked)),
-        default=NO_EVENT,
-    )
+    # The earliest event of each outcome.
+    outcomes = {event.text("outcome"): event for _, event in reversed(recorded)}
+    ended = next((outcomes[each] for each in (*_OUTCOMES, *outcomes) if each in outcomes), NO_EVENT)
     sealed, started = ([event for _, event in _events(nodes, name)] for name in ("sealed", "started"))
     end = End(
         last_s,

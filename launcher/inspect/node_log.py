@@ -128,22 +128,20 @@ class Visit:
             case "marked":
                 # The agent reads a mark up to a second later, so the worker reports when.
                 late_s = event.monotonic_s - event.real("said_s", event.monotonic_s)
-                self._mark(event.text("name"), at_s - min(max(late_s, 0.0), _LATE_S))
+                at_s -= min(max(late_s, 0.0), _LATE_S)
+                match event.text("name"):
+                    case "restoring":
+                        self.restoring_s = latest((self.restoring_s, at_s))
+                    case "restored":
+                        self.restored_s = latest((self.restored_s, at_s))
+                    case "stepped":
+                        self.stepped_s = earliest((self.stepped_s, at_s))
             case "progress":
                 first, newest = min(event.numbers("first_steps"), default=-1), max(event.numbers("steps"), default=-1)
                 self.first_step = first if self.first_step < 0 else self.first_step
                 if newest > self.last_step:
                     self.last_step, self.seen_s = newest, at_s
                     self.stepped_s = known_or(self.stepped_s, at_s)
-
-    def _mark(self, name: str, at_s: float) -> None:
-        match name:
-            case "restoring":
-                self.restoring_s = latest((self.restoring_s, at_s))
-            case "restored":
-                self.restored_s = latest((self.restored_s, at_s))
-            case "stepped":
-                self.stepped_s = earliest((self.stepped_s, at_s))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from statistics import median
 from typing import Any
 
@@ -129,7 +128,8 @@ class Report:
             return f"The job resumed {duration(shown.until_s - shown.at_s)} later." if is_over else ""
         recovery_s = self.goodput.recoveries_s.get(shown.generation, math.nan)
         if math.isnan(recovery_s):
-            is_later = shown.generation < history.last_that_ran
+            sealed = [each.generation for each in history.generations if not math.isnan(each.sealed_s)]
+            is_later = shown.generation < max(sealed, default=-1)
             return f"No later generation {'made a step' if history.knows_steps else 'ran'}." if is_later else ""
         lost = next((each.steps_lost for each in history.generations if each.generation == shown.generation), 0)
         steps = f"; {plural(lost, 'step')} lost" if history.knows_steps else ""
@@ -221,7 +221,13 @@ def render(report: Report, template: str) -> str:
     used = {bar.doing for lane in lanes.lanes for bar in lane.bars}
     warnings = history.warned[:CARDS_MAX]
     cards = {shown: f"card-{number}" for number, shown in enumerate((*report.causes, *warnings))}
-    return _compiled(template).render(
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    filters: dict[str, Any] = {each.__name__: each for each in (cut, duration, offset, percent, plural)}
+    # A log may hold anything, also bidirectional control characters.
+    environment.filters |= {**filters, "printable": lambda value: plain(value, keep="\n\t")}
+    return environment.from_string(template).render(
         report=report,
         history=history,
         end=history.end,
@@ -247,17 +253,6 @@ def render(report: Report, template: str) -> str:
         zone=f"UTC{history.utc_offset_s / 3600:+g}",
         is_known=lambda value: not math.isnan(value),
     )
-
-
-@cache
-def _compiled(template: str) -> jinja2.Template:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    filters: dict[str, Any] = {each.__name__: each for each in (cut, duration, offset, percent, plural)}
-    # A log may hold anything, also bidirectional control characters.
-    environment.filters |= {**filters, "printable": lambda value: plain(value, keep="\n\t")}
-    return environment.from_string(template)
 
 
 def _time_ticks(begin_s: float, length_s: float) -> list[tuple[float, str]]:

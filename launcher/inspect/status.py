@@ -45,7 +45,11 @@ STATUS = job_command(
 def status_record(known: Gathered, now: float) -> dict[str, Any]:
     """The object of `--json`. `now` is the wall clock, for absolute times."""
     job, seats = known.job, known.job.seats
-    generation, state = table_generation(known), _state(known)
+    state = _state(known)
+    # That of the newest table, else the newest that any node runs; -1 before the first.
+    generation = max((report.generation for report in known.nodes.values()), default=-1)
+    if job.state is JobState.RUNNING and job.generation:
+        generation = job.generation.number
     ages_s = [report.workers_age_s for report in known.nodes.values() if report.generation == generation]
     age_s = max((age for age in ages_s if age is not None), default=None)
     # While the next generation forms, the workers that were started last have exited, or belong to the one before.
@@ -78,13 +82,6 @@ def status_record(known: Gathered, now: float) -> dict[str, Any]:
         "ranks": ranks,
         "notes": list(known.notes),
     }
-
-
-def table_generation(known: Gathered) -> int:
-    """The generation of the newest table, else the newest that any node runs; -1 before the first."""
-    if known.job.state is JobState.RUNNING and known.job.generation:
-        return known.job.generation.number
-    return max((report.generation for report in known.nodes.values()), default=-1)
 
 
 def _state(known: Gathered) -> str:

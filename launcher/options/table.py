@@ -18,7 +18,6 @@ from elaunch.launcher.options.command_line import HELP, TEXT, Command, Group, Op
 from elaunch.launcher.options.hostlist import Host
 from elaunch.launcher.options.values import Address
 from elaunch.launcher.schedulers.detect import SCHEDULERS
-from elaunch.rendezvous.codec import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
 from elaunch.rendezvous.types import ProgramKind
 
 
@@ -186,11 +185,11 @@ class Options:
     virtual_local_rank: bool = _switch(Group.WORKERS, "each worker sees LOCAL_RANK 0 and one GPU", peer=True)
     role: str = _option(
         Group.WORKERS, "NAME[=N,…]", "the workers' ROLE_NAME; ps=1,trainer=3: several",
-        values.role(ROLE_BYTES_MAX), default="default", peer=True,
+        values.role, default="default", peer=True,
     )
 
     run_id: str | None = _option(
-        Group.RENDEZVOUS, "ID", "the job's name", values.name(RUN_ID_BYTES_MAX),
+        Group.RENDEZVOUS, "ID", "the job's name", values.run_id,
         default_text="a new one; for several nodes: none", peer="rdzv-id",
     )
     standalone: bool = _switch(Group.RENDEZVOUS, "one node with a new id; --rdzv-* are ignored", peer=True)
@@ -210,7 +209,7 @@ class Options:
         values.OneOf("auto", "none", *SCHEDULERS), default="auto",
     )
     topology: str = _option(
-        Group.RENDEZVOUS, "PATH", "place like rack3.switch7; orders ranks", values.name(HOST_BYTES_MAX),
+        Group.RENDEZVOUS, "PATH", "place like rack3.switch7; orders ranks", values.host,
         default="", default_text="Slurm's or NVLink's",
     )
     token_file: str | None = _option(
@@ -220,7 +219,7 @@ class Options:
         Group.RENDEZVOUS, "N", "static: this node's number", values.node_rank, default=0, peer=True,
     )
     master_addr: str | None = _option(
-        Group.RENDEZVOUS, "HOST", "static: MASTER_ADDR", values.name(HOST_BYTES_MAX),
+        Group.RENDEZVOUS, "HOST", "static: MASTER_ADDR", values.host,
         default_text="the first node's address", peer=True,
     )
     master_port: tuple[int, int] | None = _option(
@@ -229,7 +228,7 @@ class Options:
     )
     local_addr: str | None = _option(
         Group.RENDEZVOUS, "HOST", "this node's address",
-        values.name(HOST_BYTES_MAX), default_text="toward the endpoint, else 127.0.0.1", peer=True,
+        values.host, default_text="toward the endpoint, else 127.0.0.1", peer=True,
     )
 
     debug: int | None = _option(Group.OTHER, "RANK", "this global rank waits for an IDE (debugpy)", values.whole)
@@ -240,7 +239,7 @@ class Options:
         Group.OTHER, "COMMAND", "run on failure, hang, restart, end; JSON on stdin", values.command,
     )
     metrics_port: tuple[str, int] | None = _option(
-        Group.OTHER, "[HOST:]PORT", "serve this node's Prometheus metrics", values.listen_address("127.0.0.1"),
+        Group.OTHER, "[HOST:]PORT", "serve this node's Prometheus metrics", values.listen_address,
     )
     config: str | None = _option(
         Group.OTHER, "FILE", "YAML file of options, script or module, args", is_eager=True, callback=_job_file,

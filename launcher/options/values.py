@@ -18,6 +18,7 @@ from pathlib import Path
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice, Streams
 from elaunch.agent.workers.topology import KINDS
 from elaunch.launcher.options.hostlist import Host, parse_hosts
+from elaunch.rendezvous.codec import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
 from elaunch.rendezvous.rules.assign_ranks import counts_in
 from elaunch.rendezvous.types import SLOTS_MAX
 
@@ -52,33 +53,28 @@ def hosts(raw: Raw) -> tuple[Host, ...]:
     return parse_hosts(",".join(raw) if isinstance(raw, list) else text(raw))
 
 
-def name(bytes_max: int) -> Convert:
-    """A converter for a name that is part of messages, keys, paths and the workers' environment."""
-
-    def convert(raw: Raw) -> str:
-        word = text(raw)
-        if not word.isprintable():
-            raise ValueError("has characters that cannot be shown; use letters, digits and punctuation")
-        length = len(word.encode())
-        if length > bytes_max:
-            raise ValueError(f"is too long ({length:,} bytes); give at most {bytes_max}")
-        return word
-
-    return convert
+def name(raw: Raw, *, bytes_max: int) -> str:
+    """A name that is part of messages, keys, paths and the workers' environment."""
+    word = text(raw)
+    if not word.isprintable():
+        raise ValueError("has characters that cannot be shown; use letters, digits and punctuation")
+    length = len(word.encode())
+    if length > bytes_max:
+        raise ValueError(f"is too long ({length:,} bytes); give at most {bytes_max}")
+    return word
 
 
-def role(bytes_max: int) -> Convert:
-    """A converter for `NAME`, the role of all workers of a node, or `NAME=N,NAME=N` for several, as text."""
-    named = name(bytes_max)
+run_id = partial(name, bytes_max=RUN_ID_BYTES_MAX)
+host = partial(name, bytes_max=HOST_BYTES_MAX)
 
-    def convert(raw: Raw) -> str:
-        word = named(",".join(f"{key}={number}" for key, number in raw.items()) if isinstance(raw, dict) else raw)
-        word = ",".join(names(str(word)))
-        if sum(counts_in(word).values()) > SLOTS_MAX:
-            raise ValueError(f"is more workers than {SLOTS_MAX}; give fewer")
-        return word
 
-    return convert
+def role(raw: Raw) -> str:
+    """`NAME`, the role of all workers of a node, or `NAME=N,NAME=N` for several, as text."""
+    joined = ",".join(f"{key}={number}" for key, number in raw.items()) if isinstance(raw, dict) else raw
+    word = ",".join(names(name(joined, bytes_max=ROLE_BYTES_MAX)))
+    if sum(counts_in(word).values()) > SLOTS_MAX:
+        raise ValueError(f"is more workers than {SLOTS_MAX}; give fewer")
+    return word
 
 
 def switch(raw: Raw) -> bool:
@@ -120,14 +116,10 @@ def ports(raw: Raw) -> tuple[int, int]:
     return first, last
 
 
-def listen_address(default: str) -> Convert:
-    """A converter for `[HOST:]PORT`, an address to listen on: HOST is `default` if left out, port 0 any free one."""
-
-    def convert(raw: Raw) -> tuple[str, int]:
-        host, _, port = text(raw).rpartition(":")
-        return host.strip("[]") or default, whole(port, high=PORT_MAX)
-
-    return convert
+def listen_address(raw: Raw, *, default: str = "127.0.0.1") -> tuple[str, int]:
+    """`[HOST:]PORT`, an address to listen on: HOST is `default` if left out, port 0 any free one."""
+    host, _, port = text(raw).rpartition(":")
+    return host.strip("[]") or default, whole(port, high=PORT_MAX)
 
 
 def seconds(raw: Raw) -> float:

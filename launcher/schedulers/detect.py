@@ -219,6 +219,7 @@ def _detect_slurm(environ: Mapping[str, str], hostname: str, read: Callable[[str
     seen = used(environ, "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     hosts = of_slurm(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     head = next(iter(hosts), None) if nodes > 1 else None
+    switches = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
     return replace(
         _SLURM,
         nodes=(nodes, nodes),
@@ -230,7 +231,8 @@ def _detect_slurm(environ: Mapping[str, str], hostname: str, read: Callable[[str
         own_gpus=len(environ[seen[0]].split(",")) if gpus and seen else None,
         run_id=f"{name}.{step}",
         restarts=number(environ, "SLURM_RESTART_COUNT") or 0,
-        topology=_slurm_topology(environ),
+        # Without the node, which is its last part (srun(1)). A node's name may have dots too.
+        topology=".".join(environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")[:switches]).strip("."),
         task=number(environ, "SLURM_LOCALID") or 0,
         tasks=tasks,
         sources=used(environ, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_NODEID"),
@@ -240,12 +242,6 @@ def _detect_slurm(environ: Mapping[str, str], hostname: str, read: Callable[[str
             " or add --gpu-bind=none to srun"
         ),
     )
-
-
-def _slurm_topology(environ: Mapping[str, str]) -> str:
-    """SLURM_TOPOLOGY_ADDR without the node, which is its last part (srun(1)). A node's name may have dots too."""
-    switches = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
-    return ".".join(environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")[:switches]).strip(".")
 
 
 def _node_address(output: str) -> str | None:

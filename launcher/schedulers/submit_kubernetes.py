@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -113,19 +114,15 @@ def job_of(ctx: click.Context, suffix: str = "") -> PodJob:
     return PodJob(name, instance, tuple(command), etcd, token_secret, final_codes, given)
 
 
-def _pair(separator: str, metavar: str) -> values.Convert:
-    """A converter for a name and a value, as a pair."""
-
-    def convert(raw: values.Raw) -> tuple[str, str]:
-        name, found, value = str(raw).partition(separator)
-        if not (name and found):
-            raise ValueError(f"is not {metavar}")
-        return name, value
-
-    return convert
+def _pair(separator: str, metavar: str, raw: values.Raw) -> tuple[str, str]:
+    """A name and a value."""
+    name, found, value = str(raw).partition(separator)
+    if not (name and found):
+        raise ValueError(f"is not {metavar}")
+    return name, value
 
 
-_CLAIM, _VARIABLE = _pair(":", "NAME:/PATH"), _pair("=", "NAME=VALUE")
+_CLAIM, _VARIABLE = partial(_pair, ":", "NAME:/PATH"), partial(_pair, "=", "NAME=VALUE")
 # The API server checks names and quantities.
 _OPTIONS = (
     Option("image", "IMAGE", "holds elaunch and the program (deploy/docker/Dockerfile); required"),

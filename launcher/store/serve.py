@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import click
@@ -35,6 +36,7 @@ _STOP_S = 5.0
 _BACKLOG = 1024
 _EVERYWHERE = "0.0.0.0"
 _LISTEN = "its address; without HOST all addresses of this host [port 2379]"
+_listen_address = partial(listen_address, default=_EVERYWHERE)
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # The folder of elaunch comes last in `sys.path`. The job's folder is not in it: a user's `ssl.py` must not be imported.
@@ -81,13 +83,6 @@ class StoreProcess:
             self.process.stdin.write(f"{self.token_file}\n{token}\n".encode())
             self.process.stdin.flush()
 
-    def wait_until_ready(self) -> bool:
-        """True when the server serves; False if it has ended, or is not ready in time."""
-        assert self.process.stdout
-        ready, _, _ = select.select([self.process.stdout], [], [], START_S)
-        # The server writes its line in one write, or nothing.
-        return bool(ready and os.read(self.process.stdout.fileno(), 64))
-
     def stop(self) -> None:
         """End the server, which removes the token's file."""
         for pipe in (self.process.stdin, self.process.stdout):
@@ -128,7 +123,10 @@ def serve(listener: socket.socket, endpoint: Endpoint, token: str, agents: int =
         except ValueError as error:
             raise UsageError(str(error)) from None
         process = StoreProcess(listener, f"elaunch: job store {endpoint}", token, agents, save_for)
-    if not process.wait_until_ready():
+    assert process.process.stdout
+    ready, _, _ = select.select([process.process.stdout], [], [], START_S)
+    # The server writes its line in one write, or ends without it.
+    if not (ready and os.read(process.process.stdout.fileno(), 64)):
         process.stop()
         raise SiteError(f"the job's store did not start at {endpoint}; its server's message is above")
     return process
@@ -256,7 +254,7 @@ COMMAND = Command(
     "store",
     _main,
     [
-        Option("listen", "HOST:PORT", _LISTEN, listen_address(_EVERYWHERE), default=(_EVERYWHERE, ETCD_PORT)),
+        Option("listen", "HOST:PORT", _LISTEN, _listen_address, default=(_EVERYWHERE, ETCD_PORT)),
         Option("token-file", "FILE", "holds the token that every job must know [ELAUNCH_TOKEN, else a new token]"),
     ],
     usage=["[--listen HOST:PORT] [--token-file FILE]"],

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.launcher.functions.worker import read_call, read_value, write_call, write_start, write_value
+from elaunch.launcher.functions.worker import read_call, read_value, write_call, write_value
 
 
 def add(a: int, b: int) -> int:
@@ -29,7 +29,7 @@ def like_before() -> Iterator[None]:
 
 def value(written: object, generation: int = 0) -> Any:
     file = io.BytesIO()
-    write_start(file, 3, 0)
+    pickle.dump((3, 0), file)
     write_value(file, written)
     return read_value(file, generation, "train")
 
@@ -70,7 +70,7 @@ def test_a_value_that_cannot_be_pickled_is_an_error_for_the_caller_and_not_for_t
 
 def test_a_rank_that_ended_without_returning_is_named() -> None:
     file = io.BytesIO()
-    write_start(file, 3, 0)
+    pickle.dump((3, 0), file)
 
     with pytest.raises(EOFError, match=r"rank 3 ended with exit code 0 before train returned"):
         read_value(file, 0, "train")

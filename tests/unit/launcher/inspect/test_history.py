@@ -78,7 +78,6 @@ def test_a_job_that_never_trained_again_did_not_recover() -> None:
     blind = Timeline().opens(0, 0).dies(10, 0, 1).stops(11, 0, (0,)).add(10.3, 1, "opened", kind="fail")
     blind.add(12, 1, "ended", outcome="failed", code=1, reason="no restart is left")
 
-    assert past(ended).last_that_ran == 0
     assert of(ended).recoveries_s == of(loop).recoveries_s == of(blind).recoveries_s == {}
 
 
