@@ -221,6 +221,8 @@ def render(report: Report, template: str) -> str:
     used = {bar.doing for lane in lanes.lanes for bar in lane.bars}
     warnings = history.warned[:CARDS_MAX]
     cards = {shown: f"card-{number}" for number, shown in enumerate((*report.causes, *warnings))}
+    tick_s = next((each for each in _TICK_STEPS if length_s / each <= 10), 86400 * math.ceil(length_s / 864000))
+    ticks = range(math.ceil(lanes.begin_s / tick_s), math.floor((lanes.begin_s + length_s) / tick_s) + 1)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -234,7 +236,7 @@ def render(report: Report, template: str) -> str:
         goodput=report.goodput,
         timeline=lanes,
         labels={doing: label for doing, label in _LANE_LABELS.items() if doing in used},
-        ticks=_time_ticks(lanes.begin_s, length_s),
+        ticks=[(number * tick_s, offset(number * tick_s).removesuffix(".0")) for number in ticks],
         place=lambda at_s: f"{100 * (at_s - lanes.begin_s) / length_s:.4f}%",
         width=lambda seconds: f"{100 * seconds / length_s:.4f}%",
         stages=[(stage, seconds) for stage, seconds in report.goodput.seconds.items() if seconds > 0],
@@ -253,13 +255,6 @@ def render(report: Report, template: str) -> str:
         zone=f"UTC{history.utc_offset_s / 3600:+g}",
         is_known=lambda value: not math.isnan(value),
     )
-
-
-def _time_ticks(begin_s: float, length_s: float) -> list[tuple[float, str]]:
-    """The timeline's ticks: the moment, and its text."""
-    step = next((each for each in _TICK_STEPS if length_s / each <= 10), 86400 * math.ceil(length_s / 864000))
-    numbers = range(math.ceil(begin_s / step), math.floor((begin_s + length_s) / step) + 1)
-    return [(number * step, offset(number * step).removesuffix(".0")) for number in numbers]
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,11 @@ def connect_store(options: Options, planned: Planned, log: Callable[[str], None]
             for line in invitation:
                 log(line)
             plan = replace(plan, token=served.token)
-        number = _numeric_address(address, planned, log)
+        number = address if is_address(address) else ""
+        with suppress(NoAddress):
+            # The command line may have given a name.
+            number = number or next((each for each in addresses(address) if not is_loopback(each)), "")
+        number = number or _own_address(planned, log)
         yield ConnectedStore(
             store_of(plan, log, keyring),
             True,
@@ -220,16 +224,6 @@ def _check_head_host(options: Options, planned: Planned) -> None:
             f" {cluster and cluster.scheduler} runs node 0 here; give all nodes: --rdzv-endpoint {here}:PORT, or, for"
             f" mpirun, -x MASTER_ADDR={here}"
         )
-
-
-def _numeric_address(address: str, planned: Planned, log: Callable[[str], None]) -> str:
-    """This node's numeric address. The command line may have given a name."""
-    if is_address(address):
-        return address
-    with suppress(NoAddress):
-        if found := next((each for each in addresses(address) if not is_loopback(each)), None):
-            return found
-    return _own_address(planned, log)
 
 
 def _own_address(planned: Planned, log: Callable[[str], None]) -> str:
