@@ -248,9 +248,22 @@ class WorkersSeen:
     ranks: tuple[RankReport, ...]
 
 
+# By phase, as `elaunch status` shows them.
+_STATES = {
+    Joining: "waiting",
+    Running: "running",
+    Stopping: "stopping",
+    Clearing: "stopping",
+    Finished: "done",
+    Exited: "ended",
+}
+
+
 def node_report(agent: Agent, pid: int, age_s: float, seen: WorkersSeen | None) -> NodeReport:
     """The report of the node. `pid` is the agent's process, started `age_s` ago. `seen` is None before any spawn."""
-    (state, live), reach = _state(agent), agent.reach
+    phase, reach = agent.phase, agent.reach
+    state = _STATES[type(phase)]
+    live = phase.live if isinstance(phase, (Running, Stopping)) else frozenset()
     report = NodeReport(
         agent.me.node_id,
         agent.me.host,
@@ -272,20 +285,3 @@ def node_report(agent: Agent, pid: int, age_s: float, seen: WorkersSeen | None) 
         for rank in seen.ranks[:RANKS_MAX]
     )  # fmt: skip
     return replace(report, generation=seen.generation, workers_age_s=seen.age_s, ranks=ranks)
-
-
-def _state(agent: Agent) -> tuple[str, frozenset[int]]:
-    """The name of the phase, and the local ranks that run."""
-    match agent.phase:
-        case Joining():
-            return "waiting", frozenset()
-        case Running(live=live):
-            return "running", live
-        case Stopping(live=live):
-            return "stopping", live
-        case Clearing():
-            return "stopping", frozenset()
-        case Finished():
-            return "done", frozenset()
-        case Exited():
-            return "ended", frozenset()

@@ -47,7 +47,7 @@ class GuardianClient:
         with theirs:
             # Without the user's environment: the guardian must have neither its PYTHON* variables nor its markers.
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", guardian.__file__, self._job.text()],
+                [sys.executable, "-I", "-S", "-B", guardian.__file__, json.dumps(self._job)],
                 # Every user can read the arguments of a process, and could create these folders first.
                 env={"PATH": os.environ.get("PATH", os.defpath), RUN_DIRS: json.dumps(self._run_dirs)},
                 stdin=theirs.fileno(),

@@ -74,15 +74,6 @@ class JobProcesses(NamedTuple):
         jobs = {name: _id(os.fsencode(environ[name])) for name in JOB_VARIABLES if environ.get(name)}
         return cls(marker, jobs, _cgroups_of("self"), _namespace_of("self"))
 
-    @classmethod
-    def read(cls, text: str) -> JobProcesses:
-        """Parse the result of `text()`."""
-        return cls(*json.loads(text))
-
-    def text(self) -> str:
-        """Text that another process can `read` from an argument. ASCII, whatever the scheduler's ids are."""
-        return json.dumps(self)
-
     def has(self, pid: int) -> bool:
         """Whether that process is one of the agent's."""
         try:
@@ -304,7 +295,7 @@ def main() -> None:
     # A scheduler signals all of a job's processes. The guardian exits only when its work is done.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
-    processes, run_dirs = JobProcesses.read(sys.argv[1]), json.loads(os.environ[RUN_DIRS])
+    processes, run_dirs = JobProcesses(*json.loads(sys.argv[1])), json.loads(os.environ[RUN_DIRS])
     # In a thread, since removing gigabytes takes seconds, and the agent may die meanwhile.
     # If no thread can start, or the job ends first, the next agent's guardian removes them.
     with suppress(RuntimeError):

@@ -28,16 +28,12 @@ def read_error_file(path: str | os.PathLike[str]) -> str | None:
 
     A pipe would wait for its writer, and a device has no end: neither is read.
     """
-    with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            found = os.fstat(fd)
-            if stat.S_ISREG(found.st_mode):
-                # The program may still write to the file, so the read has a limit too.
-                with open(fd, "rb", closefd=False) as file:
-                    return "" if found.st_size > BYTES_MAX else file.read(BYTES_MAX).decode(errors="replace")
-        finally:
-            os.close(fd)
+    more = os.O_NOFOLLOW | os.O_NONBLOCK
+    with suppress(OSError), open(path, "rb", opener=lambda path, flags: os.open(path, flags | more)) as file:
+        found = os.fstat(file.fileno())
+        if stat.S_ISREG(found.st_mode):
+            # The program may still write to the file, so the read has a limit too.
+            return "" if found.st_size > BYTES_MAX else file.read(BYTES_MAX).decode(errors="replace")
     return None
 
 

@@ -10,6 +10,7 @@ _SIGBUS, _SIGKILL = -7, -9
 # Docker's default is 64 MiB. One this small is the cause of a bus error, even if its files have been removed since.
 _SMALL_SHM = 256 << 20
 
+_GPU_FULL = "(?:CUDA|HIP) out of memory"
 _NO_MEMORY = (
     "the program requested more memory than this host or its ulimit -v allows: use smaller batches or arrays, or give"
     " the job more memory"
@@ -59,49 +60,32 @@ def _killed(evidence: Evidence, _values: Values) -> Values | None:
     return {"limit": f" (its limit is {limit})" if limit else ""}
 
 
-def _sender(evidence: Evidence, _values: Values) -> Values | None:
-    """Who may have sent the SIGKILL. The counter of the worker's cgroup shows whether it was the kernel."""
-    if evidence.killed is not FailureKind.SIGNAL:
-        return None
-    if evidence.facts.kills_are_counted:
-        return {"who": f"the kernel's out-of-memory killer did not send it; find another sender: {_SENDERS}"}
-    kernel = "the kernel for lack of memory (dmesg -T | grep -i 'killed process' on that host)"
-    return {"who": f"find the sender: {kernel}, {_SENDERS}"}
-
-
-def _gpu(evidence: Evidence, values: Values) -> Values:
-    """Which process has filled the GPU: another one, or the program itself."""
-    if other := regex(r"Process (\d+) has ([\d.]+ \wiB) memory in use").search(evidence.text):
-        advice = (
-            f"another process (pid {other[1]}) holds {other[2]} on that GPU: give each rank its own GPU"
-            " (torch.cuda.set_device(int(os.environ['LOCAL_RANK']))), or end that process (nvidia-smi)"
-        )
-    else:
-        advice = (
-            "use a smaller micro-batch with gradient accumulation, activation checkpointing, or shard the model (FSDP);"
-            " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, if much is reserved by PyTorch but unallocated"
-        )
-    return {**values, "who": advice}
-
-
 MEMORY_RULES = (
     CauseRule("killed by the kernel's out-of-memory killer", MORE_MEMORY, codes=frozenset({_SIGKILL}), more=_killed),
     CauseRule(
-        "killed by SIGKILL from an unknown sender",
-        "{who}",
+        "killed by SIGKILL that the kernel did not send",
+        f"the kernel's out-of-memory killer did not send it; find another sender: {_SENDERS}",
         codes=frozenset({_SIGKILL}),
-        more=_sender,
-        shown="depending on the kernel's counters: find the sender, which may be the kernel for lack of memory,"
+        more=lambda evidence, _: {} if evidence.killed and evidence.facts.kills_are_counted else None,
+    ),
+    CauseRule(
+        "killed by SIGKILL from an unknown sender",
+        "find the sender: the kernel for lack of memory (dmesg -T | grep -i 'killed process' on that host),"
         f" {_SENDERS}",
+        codes=frozenset({_SIGKILL}),
+        more=lambda evidence, _: {} if evidence.killed else None,
+    ),
+    CauseRule(
+        "a GPU is out of memory, of which another process holds a part",
+        "another process (pid {other}) holds {held} on that GPU: give each rank its own GPU"
+        " (torch.cuda.set_device(int(os.environ['LOCAL_RANK']))), or end that process (nvidia-smi)",
+        pattern=rf"{_GPU_FULL}[^\n]{{0,300}}?Process (?P<other>\d+) has (?P<held>[\d.]+ \wiB) memory in use",
     ),
     CauseRule(
         "a GPU is out of memory",
-        "{who}",
-        pattern=r"(?:CUDA|HIP) out of memory",
-        more=_gpu,
-        shown="depending on the message: give each rank its own GPU, or set"
-        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use a smaller micro-batch, activation checkpointing or"
-        " FSDP",
+        "use a smaller micro-batch with gradient accumulation, activation checkpointing, or shard the model (FSDP);"
+        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, if much is reserved by PyTorch but unallocated",
+        pattern=_GPU_FULL,
     ),
     CauseRule(
         "host memory cannot be allocated",

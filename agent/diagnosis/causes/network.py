@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, Values, regex
-
-
-def _too_few(_evidence: Evidence, values: Values) -> Values | None:
-    joined, wanted = values["joined"], values["wanted"]
-    if wanted and joined == wanted:
-        return None
-    return {"who": f"only {joined} of {wanted} ranks" if wanted else "not all ranks"}
-
-
-def _no_store(evidence: Evidence, values: Values) -> Values | None:
-    """Applies to the process group's store only: a connection refused between workers is a lost peer."""
-    if regex(r"connectFullMesh").search(evidence.text):
-        return None
-    return {"where": f"{values['host']}:{values['port']}" if values["port"] else "its address"}
-
+from elaunch.agent.diagnosis.causes.cause import CauseRule
 
 COLLECTIVES_RULES = (
     CauseRule(
@@ -82,15 +67,12 @@ COLLECTIVES_RULES = (
     ),
     CauseRule(
         "not all ranks joined the process group",
-        "{who} called init_process_group: leave rank= and world_size= out of it, since elaunch sets RANK and"
+        "not all ranks called init_process_group: leave rank= and world_size= out of it, since elaunch sets RANK and"
         " WORLD_SIZE; or find the rank that did not call it",
         pattern=(
-            r"waiting for clients\. (?P<joined>\d+)/(?P<wanted>\d+) clients joined"
+            r"waiting for clients\. (?P<joined>\d+)/(?!(?P=joined) )\d+ clients joined"
             r"|wait timeout after \d+ms, keys: \S*default_pg\S*"
         ),
-        more=_too_few,
-        shown="leave rank= and world_size= out of init_process_group, since elaunch sets RANK and WORLD_SIZE; or find"
-        " the rank that did not call it",
     ),
     CauseRule(
         "a name that cannot be resolved",
@@ -102,15 +84,11 @@ COLLECTIVES_RULES = (
     ),
     CauseRule(
         "the process group's store cannot be reached",
-        "no store answers at {where}. The workers meet at MASTER_ADDR:MASTER_PORT, which elaunch sets: no firewall may"
-        " block that port between the nodes. At another port a rank has to serve a store (is_master=True), and to live"
-        " until the others have connected; a process that a rank starts can do so only while"
+        "no store answers at that address. The workers meet at MASTER_ADDR:MASTER_PORT, which elaunch sets: no firewall"
+        " may block that port between the nodes. At another port a rank has to serve a store (is_master=True), and to"
+        " live until the others have connected; a process that a rank starts can do so only while"
         " TORCHELASTIC_USE_AGENT_STORE is False in its environment",
-        pattern=(
-            r"client socket has (?:failed to connect|timed out)"
-            r"(?:[^\n]{0,200}?\((?P<host>[^\s,()]{1,255}), (?P<port>\d{1,5})\))?"
-        ),
-        more=_no_store,
+        pattern=r"client socket has (?:failed to connect|timed out)",
     ),
     CauseRule(
         "no process group yet",
@@ -136,7 +114,5 @@ NODES_RULES = (
         "{mismatch}: install the same on every node",
         pattern=r"nccl|gloo|pickle|processgroup|process group|collective",
         more=lambda evidence, _: {"mismatch": evidence.facts.mismatch} if evidence.facts.mismatch else None,
-        shown="install the same versions on every node; a warning names the versions and the nodes when the ranks"
-        " start",
     ),
 )

@@ -74,25 +74,21 @@ def _missing(evidence: Evidence, values: Values) -> Values:
     return {"step": step}
 
 
-def _usage(evidence: Evidence, values: Values) -> Values:
-    if regex(r"--local[-_]rank").search(values["error"]):
-        return {
-            "step": "the script takes its local rank from an argument, as with torch.distributed.launch; elaunch sets"
-            " the variable LOCAL_RANK, as torchrun does: read os.environ['LOCAL_RANK'], or give the script"
-            " '--local-rank=${local_rank}'"
-        }
-    return {"step": f"correct the arguments after the script; {values['program']} --help lists them"}
-
-
 RULES = (
     CauseRule(
+        "a script that takes its local rank from an argument",
+        "elaunch sets the variable LOCAL_RANK, as torchrun does, and no argument, as torch.distributed.launch did: read"
+        " os.environ['LOCAL_RANK'], or give the script '--local-rank=$local_rank'",
+        pattern=r"(?m)^[^\s:]+: error: (?P<error>[^\n]*--local[-_]rank[^\n]*)\s*\Z",
+        codes=frozenset({2}),
+        detail="{error}",
+    ),
+    CauseRule(
         "wrong arguments of the script",
-        "{step}",
+        "correct the arguments after the script; {program} --help lists them",
         pattern=r"(?m)^(?P<program>[^\s:]+): error: (?P<error>[^\n]+)\s*\Z",
         codes=frozenset({2}),
         detail="{error}",
-        more=_usage,
-        shown="correct the arguments; a script that takes --local-rank must read LOCAL_RANK instead",
     ),
     CauseRule(
         "circular import",

@@ -13,7 +13,7 @@ MORE_PROCESSES = (
     " and threads"
 )
 _WRITER = regex(r"(?:PytorchStreamWriter failed writing file|inline_container\.cc|iostream error)")
-_NO_ADDRESS = r"\[Errno 99\]|EADDRNOTAVAIL|Cannot assign requested address"
+_NO_FILE = r"\[Errno 2\] No such file or directory"
 # The error of a socket that cannot be bound, perhaps in a thread whose exit goes unnoticed.
 SOCKET_PATH = "AF_UNIX path (?:too long|length)"
 _STARTS_PROCESS = regex(r"fork|spawn|subprocess|popen|clone|thread")
@@ -46,18 +46,6 @@ def _no_process(evidence: Evidence, _values: Values) -> Values | None:
     call = "\n".join(evidence.traceback.splitlines()[-4:])
     is_other = "[Errno 11]" in evidence.text and call and not _STARTS_PROCESS.search(call)
     return None if is_other else {}
-
-
-def _missing_file(_evidence: Evidence, values: Values) -> Values | None:
-    path = values["path"]
-    if path.startswith("/"):
-        step = "check the spelling of the path, and that its file system is mounted on this node"
-        return {"step": step} if path.count("/") > 1 else None
-    if "://" in path:
-        return None
-    return {
-        "step": "the path is relative to the folder where elaunch was started: give an absolute path, or start it there"
-    }
 
 
 RULES = (
@@ -111,7 +99,7 @@ RULES = (
         "an address of another host",
         "no interface of this node has that address (ip -br addr shows them): listen on 0.0.0.0 or on an address of"
         " this node",
-        pattern=_NO_ADDRESS,
+        pattern=r"\[Errno 99\]|EADDRNOTAVAIL|Cannot assign requested address",
     ),
     CauseRule(
         "an address that cannot be reached",
@@ -126,12 +114,16 @@ RULES = (
     ),
     CauseRule(
         "a file does not exist",
-        "{step}",
-        pattern=r"\[Errno 2\] No such file or directory: (?P<quote>['\"])(?P<path>.*?)(?P=quote)",
+        "check the spelling of the path, and that its file system is mounted on this node",
+        pattern=rf"{_NO_FILE}: ['\"]/[^/'\"]+/",
         exceptions=frozenset({"FileNotFoundError"}),
-        more=_missing_file,
-        shown="check the spelling of an absolute path, and that its file system is mounted on this node; a relative"
-        " path starts at the folder where elaunch was started",
+    ),
+    CauseRule(
+        "a file with a relative path does not exist",
+        "the path is relative to the folder where elaunch was started: give an absolute path, or start it there",
+        # An address, such as s3://bucket/x, is no such path.
+        pattern=rf"{_NO_FILE}: ['\"](?!/|[^'\"]*://)",
+        exceptions=frozenset({"FileNotFoundError"}),
     ),
     CauseRule(
         "permission denied",

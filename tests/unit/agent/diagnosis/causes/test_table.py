@@ -91,12 +91,12 @@ EXCEPTIONS = [
     ("RuntimeError", "Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:152] timed out connecting: SO_ERROR:"
      " Connection refused, remote=[127.0.0.1]:31121$0", "open the ports between the nodes"),
     ("FileExistsError", "[Errno 17] File exists: 'runs/exp1'", "ELAUNCH_GENERATION"),
-    ("torch.distributed.DistStoreError", "Timed out after 61 seconds waiting for clients. 2/4 clients joined.", "only 2 of 4"),
+    ("torch.distributed.DistStoreError", "Timed out after 61 seconds waiting for clients. 2/4 clients joined.", "not all ranks called"),
     ("torch.distributed.DistStoreError", "wait timeout after 3000ms, keys: /default_pg/0//cpu//0/2", "leave rank= and"),
     ("torch.distributed.DistNetworkError", "The server socket has failed to listen on any local network address. port:"
      " 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use", "ss -ltnp"),
     ("torch.distributed.DistNetworkError", "The client socket has timed out after 60000ms while trying to connect to (10.0.0"
-     ".9, 29500).", "no store answers at 10.0.0.9:29500. The workers meet at MASTER_ADDR:MASTER_PORT"),
+     ".9, 29500).", "no store answers at that address. The workers meet at MASTER_ADDR:MASTER_PORT"),
     ("ValueError", "Default process group has not been initialized, please make sure to call init_process_group.", "before"),
     ("RuntimeError", "Expected to have finished reduction in the prior iteration before starting a new one.", "find_unused"),
     ("RuntimeError", "DataLoader worker (pid 17) is killed by signal: Killed. ", "most often the kernel"),
@@ -146,6 +146,9 @@ WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpT
 EXAMPLES = {
     "killed by the kernel's out-of-memory killer": Evidence(-9, killed=FailureKind.OUT_OF_MEMORY),
     "killed by SIGKILL from an unknown sender": Evidence(-9, killed=FailureKind.SIGNAL),
+    "killed by SIGKILL that the kernel did not send": Evidence(
+        -9, killed=FailureKind.SIGNAL, facts=Facts(kills_are_counted=True)
+    ),
     "MemoryError in Python": Evidence(1, "MemoryError"),
     "a DataLoader worker has too little shared memory": Evidence(
         1, "RuntimeError", "DataLoader worker (pid 9) is killed by signal: Bus error. ", facts=NO_SHM
@@ -156,6 +159,7 @@ EXAMPLES = {
         1, "DistBackendError", f"{NCCL}invalid usage", facts=OLD
     ),
     "wrong arguments of the script": Evidence(2, text="train.py: error: unrecognized arguments: --lr0 0.1"),
+    "a script that takes its local rank from an argument": Evidence(2, text="t.py: error: required: --local-rank"),
     "a variable that is not set": Evidence(
         1, "KeyError", "'DATA_DIR'", traceback='File "<frozen os>", line 679, in __getitem__'
     ),
