@@ -6,7 +6,7 @@ source (posts only)                             event
 `StatusServer`: elaunch stop, elaunch restart   Signalled, RestartOrdered
 `Session`, from its thread                      SnapshotPending (taken as SnapshotChanged), Leased, LeaseLost,
                                                 Committed, StoreFailed, StoreBack, StoreLost
-`Workers`: the fork server's socket             WorkerExited, ServiceLost; Signalled, from a rank to its parent
+`Workers`: the fork server's socket             WorkerExited, GroupFailed; Signalled, from a rank to its parent
 `Workers.links`: the workers' links             WorkerEnded, WorkerListens, WorkerSaving, WorkerSaved, WorkerStopped
 `Workers`, its observers: every 5 s             Sampled
 `Loop._wait`: `core.step.deadline_s`            Tick
@@ -16,9 +16,9 @@ Commit, Join, Renew                             `Session`: Committed, Committed,
 Widen                                           `Session`
 Log                                             `Pump`
 Spawn, SignalWorkers                            `Workers`, through the fork server
-Clear, ReplaceForkServer                        `Workers`: Cleared, ServiceLost
+Clear, ReplaceForkServer                        `Workers`: Cleared, GroupFailed
 NotifyWorkers                                   `Workers.links`
-TakeStacks, Blame                               `Workers`, its observers: StacksTaken, WorkersHung
+TakeStacks, Blame                               `Workers`, its observers: StacksTaken, GroupFailed
 NameThreads, KeepStacks                         `Workers`, its observers
 """
 

@@ -125,7 +125,7 @@ class KeepStacks:
 
 @dataclass(frozen=True)
 class Blame:
-    """Report the hang as a failure of this local rank, or of this node with -1; `WorkersHung` follows.
+    """Report the hang as a failure of this local rank, or of this node with -1; `GroupFailed` follows.
 
     This node's ranks have been idle for `idle_s`. `is_blameless` as in `Failure`.
     """
@@ -150,7 +150,7 @@ class Clear:
 
 @dataclass(frozen=True)
 class ReplaceForkServer:
-    """End a fork server that does not respond, and its workers; `ServiceLost` follows."""
+    """End a fork server that does not respond, and its workers; `GroupFailed` follows."""
 
     generation: int
 

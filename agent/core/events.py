@@ -176,20 +176,12 @@ class StacksTaken:
 
 
 @dataclass(frozen=True)
-class WorkersHung:
-    """The workers hang; `failure` is that of the rank to report."""
+class GroupFailed:
+    """This node's workers hang, or their worker store has exited, or the fork server and all workers with it."""
 
     generation: int
     failure: Failure
-
-
-@dataclass(frozen=True)
-class ServiceLost:
-    """A service of this node's workers has exited: the worker store, or the fork server and all workers with it."""
-
-    generation: int
-    failure: Failure
-    workers_too: bool
+    workers_too: bool = False
 
 
 @dataclass(frozen=True)
@@ -236,5 +228,5 @@ class Tick:
 
 StoreEvent = SnapshotChanged | Leased | LeaseLost | Committed | StoreFailed | StoreBack | StoreLost
 LinkEvent = WorkerEnded | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
-WorkerEvent = LinkEvent | WorkerExited | Sampled | StacksTaken | WorkersHung | ServiceLost | Cleared
+WorkerEvent = LinkEvent | WorkerExited | Sampled | StacksTaken | GroupFailed | Cleared
 Event = StoreEvent | WorkerEvent | Signalled | RestartOrdered | Tick

@@ -134,10 +134,9 @@ def worker_stopped(agent: Agent, running: Running, event: events.WorkerStopped, 
     return replace(agent, phase=replace(running, status=status)), ()
 
 
-def group_failed(agent: Agent, running: Running, event: events.WorkersHung | events.ServiceLost, now_s: float) -> Step:
+def group_failed(agent: Agent, running: Running, event: events.GroupFailed, now_s: float) -> Step:
     """Count a hang or a lost service as a failure: stop the workers, if they did not exit with the service."""
-    has_none = isinstance(event, events.ServiceLost) and event.workers_too
-    rest = replace(running, live=frozenset()) if has_none else running
+    rest = replace(running, live=frozenset()) if event.workers_too else running
     return _fail(agent, rest, _cause(running, event.failure), now_s)
 
 

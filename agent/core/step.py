@@ -37,7 +37,6 @@ UNBROKEN = Ignored("no peer has failed, so this worker is still needed")
 HAS_GRACE = Ignored("the stop's own deadline covers this worker")
 FORMING = Ignored("another generation is about to start, or the job ends")
 NOT_AWAITED = Ignored("workers that are to end need not report")
-KILLED_IN_TIME = Ignored("a worker that hangs gets SIGKILL at the stop's deadline")
 NOTHING_TO_CLEAR = Ignored("not possible: it follows `Clear`, and nothing is being cleared")
 STILL_LIVE = Ignored("not possible: it follows `Clear`, which comes after the last worker's exit")
 
@@ -81,8 +80,7 @@ ROWS: tuple[Row[Any], ...] = (
     Row(events.WorkerStopped, NO_WORKERS, running.worker_stopped, stopping.worker_stopped, NONE_LEFT, ALL_DONE),
     Row(events.Sampled, NO_WORKERS, running.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(events.StacksTaken, NO_WORKERS, running.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
-    Row(events.WorkersHung, NO_WORKERS, running.group_failed, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),
-    Row(events.ServiceLost, NO_WORKERS, running.group_failed, stopping.service_lost, NONE_LEFT, ALL_DONE),
+    Row(events.GroupFailed, NO_WORKERS, running.group_failed, stopping.group_failed, NONE_LEFT, ALL_DONE),
     Row(events.Cleared, NOTHING_TO_CLEAR, STILL_LIVE, STILL_LIVE, stopping.cleared, NOTHING_TO_CLEAR),
     Row(events.Signalled,
         membership.leave, running.signalled, stopping.signalled, stopping.clearing_signalled, membership.leave),

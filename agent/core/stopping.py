@@ -232,8 +232,8 @@ def worker_stopped(agent: Agent, stopping: Stopping, event: events.WorkerStopped
     return replace(agent, phase=stopping), ()
 
 
-def service_lost(agent: Agent, stopping: Stopping, event: events.ServiceLost, _: float) -> Step:
-    """Clear up, if the workers died with it."""
+def group_failed(agent: Agent, stopping: Stopping, event: events.GroupFailed, _: float) -> Step:
+    """Clear up, if the workers died too; one that hangs gets SIGKILL at the stop's deadline."""
     return continue_stop(agent, replace(stopping, live=frozenset())) if event.workers_too else (agent, ())
 
 

@@ -23,7 +23,7 @@ from elaunch.agent.core.actions import (
     Spawn,
     WorkerAction,
 )
-from elaunch.agent.core.events import Cleared, ServiceLost, Signalled, WorkerExited
+from elaunch.agent.core.events import Cleared, GroupFailed, Signalled, WorkerExited
 from elaunch.agent.core.timeline import NO_GENERATION, WorkersSeen, of_seats
 from elaunch.agent.diagnosis.causes.hardware import MORE_MEMORY
 from elaunch.agent.diagnosis.causes.system import MORE_PROCESSES
@@ -363,7 +363,7 @@ class Workers:
         if why == os.strerror(errno.EAGAIN):
             failure = replace(failure, advice=MORE_PROCESSES)
         if key == "store":
-            self._reporter.post(ServiceLost(group.generation, failure, workers_too=False))
+            self._reporter.post(GroupFailed(group.generation, failure))
         else:
             self._reporter.post(WorkerExited(group.generation, int(key), 1, failure))
 
@@ -389,7 +389,7 @@ class Workers:
             # Before the first fork it had no workers.
             if generation == self._group.generation and self._group.pids:
                 failure = self.exits.parent_killed(self._group, failure)
-        self._reporter.post(ServiceLost(generation, failure, workers_too=kind is FailureKind.TEMPLATE_LOST))
+        self._reporter.post(GroupFailed(generation, failure, workers_too=kind is FailureKind.TEMPLATE_LOST))
 
 
 def _error_of(store: socket.socket) -> str:

@@ -11,7 +11,7 @@ import psutil
 
 from elaunch.agent import linux
 from elaunch.agent.core.actions import Blame, KeepStacks, NameThreads, Observing, TakeStacks
-from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
+from elaunch.agent.core.events import GroupFailed, Sampled, StacksTaken
 from elaunch.agent.diagnosis import stacks
 from elaunch.agent.diagnosis.collectives import WINDOW_SAMPLES, WaitShares, last_entered, slow_rank, slow_text
 from elaunch.agent.diagnosis.hang import SAMPLE_EVERY_S
@@ -118,7 +118,7 @@ class Observers:
             self._reporter.warn(text)
 
     def _blame(self, order: Blame) -> None:
-        """Report a hang as a failure; posts `WorkersHung`."""
+        """Report a hang as a failure; posts `GroupFailed`."""
         generation, local_rank = order.generation, order.local_rank
         self._reporter.timeline.stamp(generation, "hung", quiet_s=order.idle_s)
         worker = self._group.workers[local_rank] if local_rank >= 0 else None
@@ -137,7 +137,7 @@ class Observers:
                 pid=worker.pid,
                 log_path=worker.log_path,
             )
-        self._reporter.post(WorkersHung(generation, failure))
+        self._reporter.post(GroupFailed(generation, failure))
 
     def _sample(self, now_s: float) -> None:
         """Sample the workers' activity since the last sample, if due."""

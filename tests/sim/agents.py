@@ -30,9 +30,9 @@ from elaunch.agent.core.actions import (
 from elaunch.agent.core.events import (
     Cleared,
     Event,
+    GroupFailed,
     LinkEvent,
     Sampled,
-    ServiceLost,
     Signalled,
     SnapshotPending,
     StacksTaken,
@@ -40,7 +40,6 @@ from elaunch.agent.core.events import (
     Tick,
     WorkerEnded,
     WorkerExited,
-    WorkersHung,
 )
 from elaunch.agent.core.state import Agent, Exited, Running
 from elaunch.agent.core.step import deadline_s, step
@@ -188,7 +187,7 @@ class AgentProcess:
         self._inbox.append(event)
         self._turn_soon()
 
-    def report(self, event: WorkerExited | ServiceLost | WorkerEnded | WorkersHung | Cleared) -> None:
+    def report(self, event: WorkerExited | GroupFailed | WorkerEnded | Cleared) -> None:
         """Bring the agent an event about its workers: in time or late, and sometimes a second time, much later."""
         world, rng = self.world, self.rng
         if not world.is_rough or rng.random() < 0.8:
@@ -375,7 +374,7 @@ class AgentProcess:
             self.world.note_failure(mine[0])
         node_id = self.node_of[generation]
         failure = Failure(kind, generation, node_id, self.host.name, -1, -1, -1, None, "it is gone")
-        self.report(ServiceLost(generation, failure, workers_too))
+        self.report(GroupFailed(generation, failure, workers_too))
         if workers_too:
             for worker in mine:
                 worker.is_alive = False

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elaunch.agent.core.events import Cleared, Event, ServiceLost, WorkerEnded, WorkerExited
+from elaunch.agent.core.events import Cleared, Event, GroupFailed, WorkerEnded, WorkerExited
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Running, Stopping
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.assign_ranks import role_of_node
@@ -458,7 +458,7 @@ class Checks:
         steps = process.busy("steps")
         self._require(steps <= STEPS_A_SECOND_MAX, "busy", f"{process.name} takes {steps} steps a second")
         agent, living = process.agent, process.living
-        if isinstance(event, (WorkerExited, WorkerEnded, ServiceLost, Cleared)):
+        if isinstance(event, (WorkerExited, WorkerEnded, GroupFailed, Cleared)):
             is_old = event.generation < max(process.node_of, default=-1)
             # The text of an agent's whole state take longer than the check.
             text = f"{event} changed {before} into {agent}" if is_old and agent != before else ""

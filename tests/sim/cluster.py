@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Clear, Commit, Join, NotifyWorkers, SignalWorkers, Spawn
-from elaunch.agent.core.events import Cleared, ServiceLost, SnapshotChanged, WorkerExited
+from elaunch.agent.core.events import Cleared, GroupFailed, SnapshotChanged, WorkerExited
 from elaunch.agent.core.membership import order
 from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.rules.queries import Topic
@@ -407,7 +407,7 @@ def short(what: object) -> str:
             return f"  -> commit {tag.value if tag else ''} {_ops(txn)}"
         case WorkerExited(generation, local_rank, code, failure):
             return f"worker {local_rank} of {generation} exited {code} {failure.kind.value if failure else ''}"
-        case ServiceLost(generation, failure, _):
+        case GroupFailed(generation, failure, _):
             return f"{failure.kind.value} in {generation}"
         case Spawn(table, _):
             return f"  -> spawn {table.generation}"

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from elaunch.agent.core.actions import Message, PeerFailed, StopAtStepBoundary
-from elaunch.agent.core.events import WorkerEnded, WorkerExited, WorkerListens, WorkerSaved, WorkersHung, WorkerStopped
+from elaunch.agent.core.events import GroupFailed, WorkerEnded, WorkerExited, WorkerListens, WorkerSaved, WorkerStopped
 from elaunch.agent.core.running import STOPPED_HOLD_S
 from elaunch.agent.core.state import Running
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable
@@ -221,7 +221,7 @@ class Group:
         if worker.is_alive and worker.process.is_alive:
             self._world.note_failure(worker)
             failure = replace(self._failure(worker, 0, FailureKind.HANG), code=None, message="hung")
-            worker.process.report(WorkersHung(worker.generation, failure))
+            worker.process.report(GroupFailed(worker.generation, failure))
 
     def _listen(self, worker: Worker) -> None:
         if worker.is_alive:

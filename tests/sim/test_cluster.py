@@ -20,9 +20,9 @@ from elaunch.agent.core.actions import (
     StopReason,
     Widen,
 )
-from elaunch.agent.core.events import LeaseLost, Tag, WorkerSaved, WorkersHung, WorkerStopped
+from elaunch.agent.core.events import GroupFailed, LeaseLost, Tag, WorkerSaved, WorkerStopped
 from elaunch.rendezvous.store import Delete
-from elaunch.rendezvous.types import OpenKind
+from elaunch.rendezvous.types import FailureKind, OpenKind
 from tests.harness import seeds
 from tests.sim.agents import KEYS
 from tests.sim.cluster import simulate
@@ -54,10 +54,10 @@ def life(seed: int) -> Counter[object]:
             case Commit(txn, tag):
                 seen[tag] += 1
                 seen["evicted"] += [Delete(KEYS.member(op.key.split("/")[-1])) for op in txn.then] == [*txn.then]
-            case (
-                Blame() | LeaseLost() | ReplaceForkServer() | Widen() | WorkerSaved() | WorkerStopped() | WorkersHung()
-            ):
+            case Blame() | LeaseLost() | ReplaceForkServer() | Widen() | WorkerSaved() | WorkerStopped():
                 seen[type(what)] += 1
+            case GroupFailed(_, failure):
+                seen[failure.kind] += 1
             case NotifyWorkers(_, _, message):
                 seen[message] += 1
     return seen
@@ -88,7 +88,7 @@ def test_the_random_lives_hold_what_they_promise() -> None:
     assert not set(Tag) - {Tag.JOIN} - set(seen)
     assert {f"exit {code}" for code in (0, 1, 2, 3, 130, 143)} <= set(seen)
     assert {Blame, LeaseLost, ReplaceForkServer, Widen} <= set(seen)
-    assert {WorkerSaved, WorkerStopped, WorkersHung} <= set(seen)
+    assert {WorkerSaved, WorkerStopped, FailureKind.HANG} <= set(seen)
     assert {StopAtStepBoundary(reason) for reason in StopReason} <= set(seen)
     assert min(seen["evicted"], seen["no restart"]) > 0
     assert most >= 6

@@ -11,9 +11,9 @@ from elaunch.agent.core.events import (
     Cleared,
     Committed,
     Event,
+    GroupFailed,
     Leased,
     LeaseLost,
-    ServiceLost,
     SnapshotChanged,
     Tag,
     Tick,
@@ -289,9 +289,9 @@ def failure(
     return Failure(kind, generation, node_id, host, rank, rank, 100 + rank, code, message, progressed=True)
 
 
-def lost(generation: int, *, workers_too: bool) -> ServiceLost:
+def lost(generation: int, *, workers_too: bool) -> GroupFailed:
     kind = FailureKind.TEMPLATE_LOST if workers_too else FailureKind.STORE_LOST
-    return ServiceLost(generation, replace(failure(generation, -1, None, kind), message="it ended"), workers_too)
+    return GroupFailed(generation, replace(failure(generation, -1, None, kind), message="it ended"), workers_too)
 
 
 def cleared(generation: int, *, progressed: bool = True) -> Cleared:

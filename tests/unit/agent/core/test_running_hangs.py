@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Action, Blame, KeepStacks, NotifyWorkers, PeerFailed, SignalWorkers, TakeStacks
-from elaunch.agent.core.events import Sampled, Signalled, StacksTaken, Tick, WorkerEnded, WorkerListens, WorkersHung
+from elaunch.agent.core.events import GroupFailed, Sampled, Signalled, StacksTaken, Tick, WorkerEnded, WorkerListens
 from elaunch.agent.core.state import Running, Stopping
 from elaunch.agent.diagnosis.hang import SAMPLE_GAP_S_MAX, HangState, Window, after_windows
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
@@ -276,7 +276,7 @@ def test_silent_ranks_whose_stacks_cannot_be_read_are_not_called_idle(driver: Dr
 
 
 def test_a_hang_is_a_failure_of_the_group_and_a_worker_that_failed_before_is_its_cause() -> None:
-    hung = WorkersHung(0, failure(0, 1, None, FailureKind.HANG))
+    hung = GroupFailed(0, failure(0, 1, None, FailureKind.HANG))
     driver, late = watching(restarts=True), watching(restarts=True)
     driver.happen(WorkerListens(0, 2, to_stop=True, to_failure=True))
 

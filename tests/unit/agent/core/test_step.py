@@ -13,11 +13,11 @@ from elaunch.agent.core.events import (
     Cleared,
     Committed,
     Event,
+    GroupFailed,
     Leased,
     LeaseLost,
     RestartOrdered,
     Sampled,
-    ServiceLost,
     Signalled,
     SnapshotChanged,
     StacksTaken,
@@ -31,7 +31,6 @@ from elaunch.agent.core.events import (
     WorkerListens,
     WorkerSaved,
     WorkerSaving,
-    WorkersHung,
     WorkerStopped,
 )
 from elaunch.agent.core.membership import _mismatch, _why_seatless
@@ -371,7 +370,6 @@ def event_of(kind: type[Event], driver: Driver) -> Event:
         WorkerStopped(0, 0, 7),
         Sampled(0, {0: Window(5.0, 0.0, 0.0, 0.0, 0, "S")}),
         StacksTaken(0, (Stack(0, 4711, trouble="it is gone"),)),
-        WorkersHung(0, failure(0, 0, None, FailureKind.HANG)),
         lost(0, workers_too=True),
         cleared(0),
         Signalled(TERM, "SIGTERM"),
@@ -404,7 +402,7 @@ def test_each_cell_decides_and_an_ignored_event_changes_nothing(phase: type[Phas
 
 
 @pytest.mark.parametrize("phase", [Running, Stopping, Clearing])
-@pytest.mark.parametrize("event", [WorkerExited, ServiceLost, Cleared, WorkerListens, WorkersHung])
+@pytest.mark.parametrize("event", [WorkerExited, GroupFailed, Cleared, WorkerListens])
 def test_an_event_of_another_generation_changes_nothing(phase: type[Phase], event: type[Event]) -> None:
     driver = second_of_two(phase)
     assert isinstance(driver.agent.phase, (Running, Stopping, Clearing))
@@ -412,10 +410,9 @@ def test_an_event_of_another_generation_changes_nothing(phase: type[Phase], even
     old = event_of(event, driver)
     newer: Event = {
         WorkerExited: exited(1, 0, 1),
-        ServiceLost: lost(1, workers_too=True),
+        GroupFailed: lost(1, workers_too=True),
         Cleared: cleared(1),
         WorkerListens: WorkerListens(1, 0, to_stop=True, to_failure=True),
-        WorkersHung: WorkersHung(1, failure(1, 0, None, FailureKind.HANG)),
     }[event]
 
     assert type(newer) is type(old)

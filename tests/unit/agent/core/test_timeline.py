@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import Signalled, StoreBack, StoreFailed, StoreLost, WorkersHung
+from elaunch.agent.core.events import GroupFailed, Signalled, StoreBack, StoreFailed, StoreLost
 from elaunch.agent.core.timeline import Entry
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_verdict import Hang
@@ -181,7 +181,7 @@ def test_a_failure_on_any_node_is_announced_once_by_the_leader_with_the_restart_
 
 
 def test_a_hang_is_called_so(driver: Driver) -> None:
-    driver.happen(WorkersHung(0, failure(0, 2, None, FailureKind.HANG)))
+    driver.happen(GroupFailed(0, failure(0, 2, None, FailureKind.HANG)))
     driver.settle()
 
     assert kinds(driver) == ["hang"]
