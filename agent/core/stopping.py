@@ -413,7 +413,7 @@ def _complete(agent: Agent, clearing: Clearing, event: events.Cleared) -> tuple[
         return with_tail(failure, event.tails.get(failure.local_rank, ""))
 
     def with_cause(failure: Failure) -> Failure:
-        return explained(failure, event.facts, clearing.table.mismatch)
+        return explained(failure, replace(event.facts, mismatch=clearing.table.mismatch))
 
     if not failures:
         # The outcome of a node that withdraws alone.

@@ -24,10 +24,10 @@ def _full(evidence: Evidence, _values: Values) -> Values | None:
     if spaces := evidence.facts.full:
         named = spaces[:_NAMED_DISKS]
         where = ", or ".join(map(_lack, named)) + (", or another one" if spaces[_NAMED_DISKS:] else "")
-        return {"where": where, "what": " or ".join(map(_remedy, named))}
+        return {"where": where, "disk": " or ".join(space.mount for space in named)}
     if "No space left" in evidence.text:
         at = f" at {found['path']}" if (found := _QUOTED.search(evidence.text)) and found["path"] else ""
-        return {"where": "", "what": f"make room on the file system that the program writes to{at}"}
+        return {"where": "", "disk": f"the file system that the program writes to{at}"}
     return None
 
 
@@ -35,10 +35,6 @@ def _lack(space: Space) -> str:
     if space.is_full:
         return f"{space.mount} has {bytes_text(space.free)} free of {bytes_text(space.total)}"
     return f"no more files can be created on {space.mount}"
-
-
-def _remedy(space: Space) -> str:
-    return f"make room on {space.mount}" if space.is_full else f"remove files on {space.mount}"
 
 
 def _no_process(evidence: Evidence, _values: Values) -> Values | None:
@@ -51,12 +47,11 @@ def _no_process(evidence: Evidence, _values: Values) -> Values | None:
 RULES = (
     CauseRule(
         "a disk is full",
-        "{what}, or write somewhere else",
+        "make room on {disk}, or write somewhere else",
         pattern=rf"No space left on device|{_WRITER.pattern}",
         detail="{where}",
         more=_full,
         needs_disks=True,
-        shown="make room on the file system that is named, or write somewhere else",
     ),
     CauseRule(
         "a disk quota is exceeded",

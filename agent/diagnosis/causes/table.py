@@ -33,14 +33,11 @@ def needs_disks(failure: Failure) -> bool:
     return any(rule.needs_disks and rule.values(evidence) is not None for evidence in evidences for rule in RULES)
 
 
-def explained(failure: Failure, facts: Facts = NO_FACTS, mismatch: str = "") -> Failure:
-    """The failure, its output complete, with the advice for its cause and with what its own message lacks.
-
-    `mismatch` as in `RankTable`.
-    """
+def explained(failure: Failure, facts: Facts = NO_FACTS) -> Failure:
+    """The failure, its output complete, with the advice for its cause and with what its own message lacks."""
     if failure.advice:
         return failure
-    evidences = _evidences(failure, replace(facts, mismatch=mismatch))
+    evidences = _evidences(failure, facts)
     causes = ((rule, cause) for evidence in evidences for rule in RULES if (cause := rule.cause(evidence)))
     found = next(causes, None)
     if found is None:

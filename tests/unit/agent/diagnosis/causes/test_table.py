@@ -366,9 +366,7 @@ def test_each_file_system_that_is_full_is_named_with_its_numbers() -> None:
     assert explained(full, Facts(full=tuple(spaces[:2]))).message.endswith(
         "(/ has 0 B free of 1 TiB, or /data has 0 B free of 1 TiB)"
     )
-    assert advice(full, Facts(full=tuple(spaces[:2]))) == (
-        "make room on / or make room on /data, or write somewhere else"
-    )
+    assert advice(full, Facts(full=tuple(spaces[:2]))) == ("make room on / or /data, or write somewhere else")
     assert explained(full, Facts(full=tuple(spaces))).message.endswith(
         "/scratch has 0 B free of 1 TiB, or another one)"
     )
