@@ -114,5 +114,7 @@ NODES_RULES = (
         "{mismatch}: install the same on every node",
         pattern=r"nccl|gloo|pickle|processgroup|process group|collective",
         more=lambda evidence, _: {"mismatch": evidence.facts.mismatch} if evidence.facts.mismatch else None,
+        shown="install the same versions on every node; a warning names the versions and the nodes when the ranks"
+        " start",
     ),
 )
