@@ -15,16 +15,14 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import JsonTransport
-from elaunch.rendezvous.store import Changes, Unavailable, Update
+from elaunch.rendezvous.store import Changes, Update
 from tests.certificates import Certificates
 from tests.harness import DEADLINE_S, free_ports, wait_for
 
-Answered = TypeVar("Answered")
 VERSIONS = ("3.4", "3.5")
 TRANSPORTS = ("gateway", "grpc")
 READY = b"ready to serve client requests"
@@ -54,17 +52,6 @@ def client(
 
         return EtcdStore(endpoints, access, deadline_s, GrpcTransport(access))
     return EtcdStore(endpoints, access, deadline_s, JsonTransport(access.tls, access.bearer))
-
-
-def answered(call: Callable[[], Answered]) -> Answered:
-    """The answer to a call, which is made again while etcd refuses it: several members may elect a leader any time."""
-
-    def asked() -> tuple[Answered] | None:
-        with suppress(Unavailable):
-            return (call(),)
-        return None
-
-    return wait_for(asked, "an answer of etcd")[0]
 
 
 def writes(received: Sequence[Update]) -> int:

@@ -11,13 +11,12 @@ import re
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.harness import DEADLINE_S, RUN_LIMIT_S, environment, wait_for
+from tests.harness import RUN_LIMIT_S, environment, wait_for
 from tests.nodes import TOOLS, Node, Nodes, address4
 from tests.nodes import missing as nodes_missing
 
@@ -56,7 +55,7 @@ KillWait=120
 OverTimeLimit=10
 JobRequeue=1
 InactiveLimit=0
-SlurmdTimeout={slurmd_timeout_s}
+SlurmdTimeout=30
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=2
 SchedulerType=sched/builtin
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -81,14 +80,14 @@ class Slurm:
     All nodes see `folder`. Jobs write below `home`, which is also their user's home.
     """
 
-    def __init__(self, folder: Path, count: int, *, slurmd_timeout_s: int = 30) -> None:
+    def __init__(self, folder: Path, count: int) -> None:
         self.folder = folder
         self.home = folder / "home"
         self.nodes = Nodes(count + 1)
         self.count = count
         own = {"SLURM_CONF": folder / "slurm.conf", "HOME": self.home, "TMPDIR": folder / "tmp", "PATH": _path()}
         self.env = environment({name: str(value) for name, value in own.items()})
-        self._configure(slurmd_timeout_s)
+        self._configure()
         try:
             self._start()
         except BaseException:
@@ -121,28 +120,9 @@ class Slurm:
         assert code in (None, done.returncode), f"{command} exited with {done.returncode}:\n{done.stdout}"
         return done.stdout
 
-    @contextmanager
-    def srun(self, *words: str, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-        """Run a command during this context, and wait for its end afterwards."""
-        started = subprocess.Popen(
-            [*self.login.prefix, "srun", *words],
-            cwd=self.home,
-            env={**self.env, **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-        )
-        try:
-            yield started
-        finally:
-            if started.poll() is None:
-                started.terminate()
-                started.communicate(timeout=DEADLINE_S)
-
-    def sbatch(self, *words: str, env: Mapping[str, str] | None = None) -> Batch:
+    def sbatch(self, *words: str) -> Batch:
         """Submit a job. Its output goes to one file, also after a requeue."""
-        return Batch(self, self.call("sbatch", "--parsable", *words, env=env).strip())
+        return Batch(self, self.call("sbatch", "--parsable", *words).strip())
 
     def wait_idle(self) -> None:
         """Until all nodes can take a job again."""
@@ -156,18 +136,13 @@ class Slurm:
         self._await_munge(node)
         self._daemon(node, "slurmd", "-D", "-N", node.name)
 
-    def _configure(self, slurmd_timeout_s: int) -> None:
+    def _configure(self) -> None:
         for name in ("home", "state", "tmp", *(f"spool.node{i}" for i in range(self.count))):
             (self.folder / name).mkdir()
         key = self.folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
-        conf = _CONF.format(
-            head=f"node{self.count}",
-            address=address4(self.count),
-            folder=self.folder,
-            slurmd_timeout_s=slurmd_timeout_s,
-        )
+        conf = _CONF.format(head=f"node{self.count}", address=address4(self.count), folder=self.folder)
         for i in range(self.count):
             conf += f"NodeName=node{i} NodeAddr={address4(i)} CPUs=8 RealMemory=4000 Gres=gpu:2 State=UNKNOWN\n"
         (self.folder / "slurm.conf").write_text(conf)

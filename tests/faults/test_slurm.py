@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.meetings import Meeting, Records
 from tests.faults.processes import described
 from tests.faults.trainings import Training
 from tests.harness import COMMAND, REPOSITORY, slow, wait_for
@@ -75,17 +74,11 @@ def places(output: str) -> list[tuple[int, int, int, str]]:
     return sorted((int(rank), int(size), int(local), host) for rank, size, local, host in found)
 
 
-def met(records: Records, ranks: int, after: Meeting | None = None) -> Meeting:
-    """The newest generation, when this number of ranks has met in it."""
-    oldest = after.generation + 1 if after else 0
-    return wait_for(lambda: records.meeting(ranks, oldest), f"{ranks} ranks to meet in generation {oldest}")
-
-
-def batch_of(slurm: Slurm, *command: str, options: tuple[str, ...] = TWO, after: str = "") -> Batch:
+def batch_of(slurm: Slurm, *command: str) -> Batch:
     """A job whose script starts the command with srun."""
     script = slurm.home / "job.sh"
-    script.write_text(f"#!/bin/bash\nsrun --kill-on-bad-exit=0 {' '.join(command)}\n{after}")
-    return slurm.sbatch(*options, "--output=%x-%j.out", str(script))
+    script.write_text(f"#!/bin/bash\nsrun --kill-on-bad-exit=0 {' '.join(command)}\n")
+    return slurm.sbatch(*TWO, "--output=%x-%j.out", str(script))
 
 
 # --- starting
