@@ -275,10 +275,9 @@ class Nodes:
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes)
 
-    def lose(self, percent: int, *of: Node) -> None:
-        """From now on lose this percentage of packets, to and from each of these nodes, or everywhere without nodes."""
-        ways = [f'{way} "{node.port}"' for node in of for way in ("iifname", "oifname")]
-        self._add(*(f"{way} numgen random mod 100 < {percent} drop" for way in ways or [""]))
+    def lose(self, percent: int) -> None:
+        """From now on lose this percentage of packets."""
+        self._add(f"numgen random mod 100 < {percent} drop")
 
     def cut(self, one: Node, other: Node) -> None:
         """From now on no packet passes between these two nodes. Both still reach the others."""

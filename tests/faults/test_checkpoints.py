@@ -39,9 +39,9 @@ class Group:
         """The same group, with the checkpoints in that folder below the first one."""
         return Group(self.forker, self.folder, self.s3, place)
 
-    def begin(self, world_size: int, kind: str, *actions: str, generation: int = 0, **options: Any) -> Ranks:
+    def begin(self, world_size: int, kind: str, *actions: str, generation: int = 0) -> Ranks:
         env = {"FOLDER": str(self.folder), "ELAUNCH_GENERATION": str(generation), **self.env}
-        return Ranks(self.forker, world_size, SCRIPT, kind, *actions, env=env, **options)
+        return Ranks(self.forker, world_size, SCRIPT, kind, *actions, env=env)
 
     def run(self, world_size: int, kind: str, *actions: str, generation: int = 0) -> list[Any]:
         """Run a group. Returns the ranks' answers, which must have the same digests."""
@@ -69,16 +69,6 @@ class Group:
             begun = {key.rpartition("/")[0] for key in keys}
             return [folder for folder in begun if f"{folder}/manifest.json" not in keys]
         return [path.name for path in self.checkpoints.iterdir() if not (path / "manifest.json").exists()]
-
-
-@pytest.fixture
-def group(request: pytest.FixtureRequest, forker: RankForker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Group:
-    if getattr(request, "param", "folder") == "folder":
-        return Group(forker, tmp_path)
-    s3: S3 = request.getfixturevalue("s3")
-    for name, value in s3.env.items():
-        monkeypatch.setenv(name, value)
-    return Group(forker, tmp_path, s3)
 
 
 @pytest.fixture(scope="module")
@@ -190,15 +180,3 @@ def test_a_rank_killed_while_a_checkpoint_is_made_leaves_the_one_before(
     assert (death.found["loaded"], death.found["digest"]) == ([0, 2], death.whole)
     assert ["removed " in each for each in death.found["logged"]] == [True] * len(death.hidden)
     assert death.left == []
-
-
-def test_a_replicated_state_needs_the_directory_on_rank_0_alone(group: Group, tmp_path: Path) -> None:
-    elsewhere = {1: {"FOLDER": str(tmp_path / "elsewhere")}}
-    with group.begin(2, "ddp", "train", "2", "save", envs=elsewhere) as ranks:
-        saved = ranks.answers()
-    with group.begin(2, "ddp", "load", generation=1, envs=elsewhere) as ranks:
-        loaded = ranks.answers()
-
-    assert [answer["loaded"] for answer in loaded] == [[0, 2]] * 2
-    assert {answer["digest"] for answer in loaded} == {saved[0]["digest"]}
-    assert not (tmp_path / "elsewhere").exists()

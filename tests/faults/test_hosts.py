@@ -37,28 +37,6 @@ if sys.argv[1:] == ["wait"]:
     if os.environ["WORLD_SIZE"] != "1":
         time.sleep(600)
 """
-# Passes bytes on after 100 ms in each direction.
-RELAY = """
-import collections, os, select, socket, sys, time
-link = socket.create_connection(sys.argv[1:3])
-queue = collections.deque()
-open_ends = {0, link.fileno()}
-while open_ends or queue:
-    wait_s = max(0, queue[0][0] - time.monotonic()) if queue else None
-    for end in select.select(open_ends, [], [], wait_s)[0]:
-        data = os.read(end, 1 << 16)
-        queue.append((time.monotonic() + 0.1, end, data))
-        if not data:
-            open_ends.discard(end)
-    while queue and queue[0][0] <= time.monotonic():
-        _, end, data = queue.popleft()
-        if not data:
-            sys.exit() if end else link.shutdown(socket.SHUT_WR)
-        elif end:
-            os.write(1, data)
-        else:
-            link.sendall(data)
-"""
 
 
 class Hosts:
@@ -99,10 +77,6 @@ class Hosts:
 
     def job(self, folder: Path, *args: str, **more: object) -> Job:
         return Job(folder, *self.options, *args, prefix=self.nodes[0].prefix, **more)  # type: ignore[arg-type]
-
-    def add_ssh_option(self, line: str) -> None:
-        with (self._folder / "ssh_config").open("a") as config:
-            config.write(f"{line}\n")
 
     def is_idle(self) -> None:
         """Wait until nothing of elaunch or ssh is left."""
@@ -236,14 +210,3 @@ def test_no_process_argument_or_shell_has_the_secret(tmp_path: Path, hosts: Call
         assert holders <= set(agents)
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130
-
-
-def test_a_host_behind_a_slow_and_lossy_line_takes_part(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
-    cluster = hosts(2)
-    cluster.serve(cluster.nodes[1])
-    cluster.nodes.lose(2, cluster.nodes[1])
-    relay = script(tmp_path, RELAY, "relay.py")
-    cluster.add_ssh_option(f"ProxyCommand {sys.executable} {relay} %h %p")
-    with cluster.job(tmp_path, "--hosts", "node0,node1", script(tmp_path, WAITS).name) as job:
-        assert job.wait() == 0
-        assert "[1] rank 1 of 2" in job.stdout

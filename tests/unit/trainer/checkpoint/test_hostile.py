@@ -48,6 +48,24 @@ def newest_step(folder: Path, logged: list[str]) -> int:
     return int(state["step"])
 
 
+def passed_over(folder: Path, spoil: Callable[[Path], object]) -> tuple[Path, str]:
+    """The newest of two checkpoints, which `spoil` has changed, and the one sentence about it; the other is loaded."""
+    save(folder, 0, 1, state_of(1))
+    newest = save(folder, 0, 2, state_of(2))
+    spoil(newest)
+    logged: list[str] = []
+    assert newest_step(folder, logged) == 1
+    (sentence,) = logged
+    return newest, sentence
+
+
+def change_layout(checkpoint: Path, change: Callable[[Any], object]) -> None:
+    tensors = json.loads((checkpoint / "tensors.json").read_text())
+    change(tensors["model.w"])
+    (checkpoint / "tensors.json").write_text(json.dumps(tensors))
+    seal_again(checkpoint)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -69,18 +87,11 @@ def newest_step(folder: Path, logged: list[str]) -> int:
     ],
 )
 def test_a_layout_that_cannot_be_true_is_passed_over(tmp_path: Path, change: Callable[[Any], None]) -> None:
-    save(tmp_path, 0, 1, state_of(1))
-    newest = save(tmp_path, 0, 2, state_of(2))
-    (newest / "another").write_bytes((newest / "__0_0.distcp").read_bytes())
-    tensors = json.loads((newest / "tensors.json").read_text())
-    change(tensors["model.w"])
-    (newest / "tensors.json").write_text(json.dumps(tensors))
-    seal_again(newest)
-    logged: list[str] = []
+    def spoil(newest: Path) -> None:
+        (newest / "another").write_bytes((newest / "__0_0.distcp").read_bytes())
+        change_layout(newest, change)
 
-    assert newest_step(tmp_path, logged) == 1
-
-    assert "cannot be read" in "".join(logged)
+    assert "cannot be read" in passed_over(tmp_path, spoil)[1]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"[" * NEST, b'{"model.w": 1}', b"\xff"])
@@ -115,17 +126,14 @@ def test_what_was_verified_is_what_is_read(tmp_path: Path, monkeypatch: pytest.M
 )
 @pytest.mark.parametrize("name", ["manifest.json", "plain.pickle", "__0_0.distcp"])
 def test_what_is_no_regular_file_is_passed_over(tmp_path: Path, name: str, change: Callable[[Path], None]) -> None:
-    save(tmp_path, 0, 1, state_of(1))
-    newest = save(tmp_path, 0, 2, state_of(2))
-    (newest / name).unlink()
-    change(newest / name)
-    logged: list[str] = []
+    def spoil(newest: Path) -> None:
+        (newest / name).unlink()
+        change(newest / name)
 
-    assert newest_step(tmp_path, logged) == 1
+    newest, logged = passed_over(tmp_path, spoil)
 
-    assert len(logged) == 1
-    assert logged[0].startswith(f"skipping {newest}: it cannot be read (")
-    assert name in logged[0] or "directory" in logged[0]
+    assert logged.startswith(f"skipping {newest}: it cannot be read (")
+    assert name in logged or "directory" in logged
 
 
 @pytest.mark.parametrize(
@@ -133,15 +141,10 @@ def test_what_is_no_regular_file_is_passed_over(tmp_path: Path, name: str, chang
     [("manifest.json", "67,108,864"), ("tensors.json", "1,073,741,824"), ("plain.pickle", "1,073,741,824")],
 )
 def test_a_file_that_is_too_large_is_passed_over_with_the_number(tmp_path: Path, name: str, limit: str) -> None:
-    save(tmp_path, 0, 1, state_of(1))
-    newest = save(tmp_path, 0, 2, state_of(2))
-    os.truncate(newest / name, 40 << 30)
-    logged: list[str] = []
-
-    assert newest_step(tmp_path, logged) == 1
+    newest, logged = passed_over(tmp_path, lambda newest: os.truncate(newest / name, 40 << 30))
 
     why = f"{name} has 42,949,672,960 bytes, more than the limit of {limit}"
-    assert logged == [f"skipping {newest}: it cannot be read ({why}); trying the one before it"]
+    assert logged == f"skipping {newest}: it cannot be read ({why}); trying the one before it"
 
 
 def test_a_checkpoint_that_no_rank_would_read_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,22 +160,18 @@ def test_a_checkpoint_that_no_rank_would_read_is_not_published(tmp_path: Path, m
 
 @pytest.mark.parametrize("file", ["plain.pickle", "__0_0.distcp"])
 def test_a_file_that_nests_without_end_is_passed_over(tmp_path: Path, file: str) -> None:
-    save(tmp_path, 0, 1, state_of(1))
-    newest = save(tmp_path, 0, 2, state_of(2))
     content = b"\x80\x02})" + b"\x85" * NEST + b"Ns."
-    if file == "plain.pickle":
-        (newest / file).write_bytes(content)
-    else:
-        replace_pickle(newest / file, content)
-        tensors = json.loads((newest / "tensors.json").read_text())
-        tensors["model.w"]["chunks"][0][3:] = 0, (newest / file).stat().st_size
-        (newest / "tensors.json").write_text(json.dumps(tensors))
-    seal_again(newest)
-    logged: list[str] = []
 
-    assert newest_step(tmp_path, logged) == 1
+    def spoil(newest: Path) -> None:
+        if file == "plain.pickle":
+            (newest / file).write_bytes(content)
+            seal_again(newest)
+        else:
+            replace_pickle(newest / file, content)
+            size = (newest / file).stat().st_size
+            change_layout(newest, lambda entry: entry["chunks"][0].__setitem__(slice(3, None), (0, size)))
 
-    assert "nests more than" in logged[0]
+    assert "nests more than" in passed_over(tmp_path, spoil)[1]
 
 
 def replace_pickle(path: Path, content: bytes) -> None:

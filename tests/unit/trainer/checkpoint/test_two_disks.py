@@ -52,6 +52,19 @@ def test_a_replicated_state_comes_from_rank_0s_disk(tmp_path: Path) -> None:
     assert loaded(disks) == [(5, [5.0] * 3)] * 2
 
 
+def test_a_replicated_state_goes_to_rank_0s_disk_alone(tmp_path: Path) -> None:
+    disks = [tmp_path / "a", tmp_path / "b"]
+
+    def save(peers: ThreadPeers) -> None:
+        Checkpoints(disks[peers.rank], generation=0, say=pytest.fail, group=peers).save(
+            5, {"step": 5, "w": torch.ones(3)}
+        )
+
+    assert on_both(save) == [None, None]
+    assert loaded(disks) == [(5, [1.0] * 3)] * 2
+    assert not disks[1].exists()
+
+
 @pytest.mark.parametrize(("there", "what"), [(0, "there is none"), (3, "none after step 3")])
 def test_a_newer_checkpoint_on_another_nodes_disk_is_not_passed_over(tmp_path: Path, there: int, what: str) -> None:
     disks = [tmp_path / "a", tmp_path / "b"]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from elaunch.trainer.state.packing import pack_plain, unpack, unpack_plain
+from elaunch.trainer.state.packing import pack_plain, unpack_plain
 from elaunch.trainer.state.pickles import DEPTH_MAX, require_shallow, require_shallow_value, scan
-from elaunch.trainer.state.region import PAGE, Header, Piece, Version
 from elaunch.trainer.state.tree import Tree
 from tests.fuzzing import bounded
+from tests.unit.trainer.test_fuzz import unpacked
 
 VALUES: list[Any] = [
     None,
@@ -107,10 +107,8 @@ def test_values_that_nest_too_deeply_are_refused(value: Any, why: str) -> None:
 @pytest.mark.parametrize("state", [b"}X\x01\x00\x00\x00aK\x01s", b"N}X\x01\x00\x00\x00aK\x01s\x86"])
 def test_a_skeleton_gives_no_type_a_state(name: tuple[str, str], state: bytes) -> None:
     skeleton = b"\x80\x02c" + "\n".join(name).encode() + b"\n" + state + b"b."
-    region = torch.zeros(3 * PAGE, dtype=torch.uint8)
-    region[PAGE : PAGE + len(skeleton)] = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
 
     with pytest.raises(pickle.UnpicklingError):
-        unpack(region, Header(b"l" * 16, Piece(Version(1, 2), 1, 0), len(skeleton), PAGE, PAGE, 0, 0))
+        unpacked(skeleton)
 
     assert not hasattr(Counter, "a")
