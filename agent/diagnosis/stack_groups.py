@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from elaunch.agent.diagnosis.exit_status import NOT_USER_CODE
 from elaunch.rendezvous.codec import decode, encode
@@ -75,12 +75,7 @@ class ThreadStack:
     @property
     def library_frames(self) -> tuple[Frame, ...]:
         """The frames inside of the innermost user frame: what the user's code has called."""
-        inner: list[Frame] = []
-        for frame in self.frames:
-            if frame.is_users:
-                break
-            inner.append(frame)
-        return tuple(inner)
+        return tuple(takewhile(lambda frame: not frame.is_users, self.frames))
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,10 @@ from elaunch.agent.forkserver.preload import Unfaithful, default_of, open_files,
 from elaunch.agent.forkserver.wire import BOOT_VARIABLE, HOOK_DIR, SERVER_NAME, Boot
 from elaunch.agent.linux import catches, die_with_parent, parent, set_command_line, signal_fd
 
+# Signals by which a scheduler gives notice.
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 # Signals that a program may send to its parent, to end the launcher. SIGKILL ends this process.
-_FROM_PROGRAMS = frozenset(
-    (
-        *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT),
-        *(signal.SIGUSR1, signal.SIGUSR2),
-    )
-)
+_FROM_PROGRAMS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, *_NOTICES)
 _GROUP_POLL_S = 0.02
 # A scheduler signals the processes of a step one after the other, and each node on its own.
 _NOTICE_S = 1.0
@@ -207,7 +204,7 @@ class Server:
         found = signal.sigtimedwait(_FROM_PROGRAMS, 0)
         if found and (name := self._children.whose(found.si_pid)):
             self._report({"event": "signal", "generation": name[0], "key": name[1], "signum": found.si_signo})
-        elif found and found.si_signo in (signal.SIGUSR1, signal.SIGUSR2):
+        elif found and found.si_signo in _NOTICES:
             self._notices.add(found.si_signo)
 
     def _reaches_all(self, signum: int) -> bool:

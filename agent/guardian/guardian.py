@@ -76,12 +76,7 @@ class JobProcesses(NamedTuple):
 
     def has(self, pid: int) -> bool:
         """Whether that process is one of the agent's."""
-        try:
-            # The environment of a zombie reads as empty.
-            environment = _facts_of(pid, "environ")
-        except OSError:
-            return False
-        marker = self.marker.encode()
+        environment, marker = _facts_of(pid, "environ"), self.marker.encode()
         if marker not in environment:
             return False
         # If a name occurs twice, the first one counts.
@@ -134,20 +129,18 @@ def _cgroups_of(pid: int | str) -> dict[str, str]:
 
     These are the hierarchy of cgroup v2, and systemd's own if v1 is in use.
     """
-    try:
-        # The kernel ends a line only with a newline, which no cgroup's name has. `splitlines` would find other ends.
-        lines = _facts_of(pid, "cgroup").decode(errors="surrogateescape").split("\n")
-    except OSError:
-        return {}
+    # The kernel ends a line only with a newline, which no cgroup's name has. `splitlines` would find other ends.
+    lines = _facts_of(pid, "cgroup").decode(errors="surrogateescape").split("\n")
     named = (line.split(":", 2) for line in lines if line.count(":") >= 2)
     return {name: path for _, name, path in named if name in (_UNIFIED, _SYSTEMD)}
 
 
 def _facts_of(pid: int | str, name: str) -> bytes:
-    """The contents of the process's file of that name in /proc. Raises OSError where there is none any more."""
+    """The contents of a process's file of that name in /proc; empty for a zombie, and where there is none any more."""
     # A restart waits until every process of the host was read: with `Path` that takes four times as long.
-    with open(f"/proc/{pid}/{name}", "rb", 0) as file:  # noqa: PTH123
+    with suppress(OSError), open(f"/proc/{pid}/{name}", "rb", 0) as file:  # noqa: PTH123
         return file.read()
+    return b""
 
 
 def _namespace_of(pid: int | str) -> str:
@@ -196,10 +189,7 @@ def living(processes: JobProcesses, spare: Collection[int] = ()) -> list[int]:
 
 def is_cleaner(pid: int) -> bool:
     """Whether it is a helper that cleans up after other processes."""
-    try:
-        command = _facts_of(pid, "cmdline")
-    except OSError:
-        return False
+    command = _facts_of(pid, "cmdline")
     return any(name in command for name in CLEANERS)
 
 

@@ -91,27 +91,23 @@ class EventHook:
             if left_s <= 0:
                 self._warn(f"there is no time left to deliver {event['event']}")
                 return
-            try:
-                trouble = self._run(event, min(RUN_S_MAX, left_s))
-            except OSError as error:
-                trouble = f"cannot be started ({error.strerror})"
-            if trouble:
+            if trouble := self._run(event, min(RUN_S_MAX, left_s)):
                 self._warn(f"{self._command[0]} {trouble}; {event['event']} may not have been delivered")
 
     def _warn(self, text: str) -> None:
         self._log(f"--on-event: {text}", "warning")
 
     def _run(self, event: Mapping[str, Any], limit_s: float) -> str:
-        """Run the command. Returns what went wrong, if anything. Raises OSError if it cannot be started."""
-        # Files, not pipes: this thread must not wait for a command that does not read, nor for its orphans.
-        stdin, output = memory_file("event", f"{json.dumps(event)}\n"), os.memfd_create("output", os.MFD_CLOEXEC)
-        with os.fdopen(stdin), os.fdopen(output):
-            trouble = run_limited(self._command, self._environment, stdin, output, limit_s)
-            self._log_output(output)
+        """Run the command. Returns what went wrong, if anything."""
+        try:
+            # Files, not pipes: this thread must not wait for a command that does not read, nor for its orphans.
+            stdin, output = memory_file("event", f"{json.dumps(event)}\n"), os.memfd_create("output", os.MFD_CLOEXEC)
+            with os.fdopen(stdin), os.fdopen(output):
+                trouble = run_limited(self._command, self._environment, stdin, output, limit_s)
+                for line in os.pread(output, OUTPUT_BYTES_MAX, 0).decode(errors="replace").splitlines():
+                    self._log(f"[on-event] {line}")
+                if (more := os.fstat(output).st_size - OUTPUT_BYTES_MAX) > 0:
+                    self._log(f"[on-event] … {more} more bytes …")
+        except OSError as error:
+            return f"cannot be started ({error.strerror})"
         return trouble
-
-    def _log_output(self, output: int) -> None:
-        for line in os.pread(output, OUTPUT_BYTES_MAX, 0).decode(errors="replace").splitlines():
-            self._log(f"[on-event] {line}")
-        if (more := os.fstat(output).st_size - OUTPUT_BYTES_MAX) > 0:
-            self._log(f"[on-event] … {more} more bytes …")

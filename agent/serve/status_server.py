@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -226,6 +226,7 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
 
 
+@dataclass(eq=False)
 class StatusServer:
     """This node's responses. The agent's loop calls all methods.
 
@@ -235,24 +236,15 @@ class StatusServer:
     takes the event of a person's order.
     """
 
-    def __init__(
-        self,
-        agent: Callable[[], Agent],
-        seen: Callable[[float], WorkersSeen | None],
-        offer: Callable[[Txn, Callable[[], object] | None], None],
-        locator: str,
-        begun_s: float,
-        post: Callable[[Event], None],
-    ) -> None:
-        self._agent = agent
-        self._seen = seen
-        self._offer = offer
-        self._locator = locator
-        self._begun_s = begun_s
-        self._post = post
-        self._allowance = Allowance(at_s=time.monotonic())
-        self._queue = QueryQueue()
-        self._is_idle = threading.Lock()
+    agent: Callable[[], Agent]
+    seen: Callable[[float], WorkersSeen | None]
+    offer: Callable[[Txn, Callable[[], object] | None], None]
+    locator: str
+    begun_s: float
+    post: Callable[[Event], object]
+    _allowance: Allowance = field(default_factory=lambda: Allowance(at_s=time.monotonic()))
+    _queue: QueryQueue = QueryQueue()
+    _is_idle: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def due_s(self) -> float | None:
@@ -263,7 +255,7 @@ class StatusServer:
         """Receive the query in the store's key, None if there is none."""
         if query is None and self._queue.waiting is None:
             return
-        agent = self._agent()
+        agent = self.agent()
         table = agent.snapshot.table
         # Equal for each query, and different from node to node.
         share = zlib.crc32(agent.me.node_id.encode()) / (1 << 32)
@@ -272,7 +264,7 @@ class StatusServer:
     def tick(self, now_s: float) -> None:
         """Answer the store's query, if it is time."""
         self._queue, query = self._queue.take_due(now_s)
-        agent = self._agent()
+        agent = self.agent()
         if query is None or query.lease in (agent.membership.lease, agent.snapshot.lease):
             return
         respond = partial(post_response, agent.snapshot.keys, query, agent.me.node_id)
@@ -280,12 +272,12 @@ class StatusServer:
             if agent.leads:
                 event, response = order(agent, query.topic)
                 # The response is written only while the client waits for it, and the store may go with the job.
-                self._offer(respond(encode(response)), lambda: event and self._post(event))
+                self.offer(respond(encode(response)), lambda: event and self.post(event))
         elif query.topic is Topic.STATUS:
             text = self._status(now_s)
             if len(text) <= RESPONSE_BYTES_MAX:
-                self._offer(respond(text), None)
-        elif not self._take_stacks(lambda text: self._offer(respond(text), None)):
+                self.offer(respond(text), None)
+        elif not self._take_stacks(lambda text: self.offer(respond(text), None)):
             self._queue = self._queue.postponed(query, now_s)
 
     def handle(self, topic: str, reply: Reply) -> None:
@@ -297,32 +289,32 @@ class StatusServer:
             return
         match topic:
             case "status":
-                job = encode(job_report(self._agent().snapshot))
-                is_remote = "true" if self._locator else "false"
+                job = encode(job_report(self.agent().snapshot))
+                is_remote = "true" if self.locator else "false"
                 status = self._status(now_s)
                 reply(f'{{"version":{VERSION},"is_remote":{is_remote},"job":{job},"node":{status}}}')
             case "stacks":
                 if not self._take_stacks(lambda text: reply(f'{{"version":{VERSION},"stacks":{text}}}')):
                     reply(_refusal("it takes the stacks for another query; try again in a second"))
             case Topic.STOP.value | Topic.RESTART.value:
-                event, response = order(self._agent(), Topic(topic))
+                event, response = order(self.agent(), Topic(topic))
                 # A client that has disconnected got no response, and may have acted otherwise.
                 if reply(f'{{"version":{VERSION},"order":{encode(response)}}}') and event:
-                    self._post(event)
-            case "store" if self._locator:
-                reply(f'{{"version":{VERSION},"store":{self._locator}}}')
+                    self.post(event)
+            case "store" if self.locator:
+                reply(f'{{"version":{VERSION},"store":{self.locator}}}')
             case _:
                 reply(_refusal(f"it has no query {topic[:40]!r}"))
 
     def _status(self, now_s: float) -> str:
-        report = node_report(self._agent(), os.getpid(), now_s - self._begun_s, self._seen(now_s))
+        report = node_report(self.agent(), os.getpid(), now_s - self.begun_s, self.seen(now_s))
         return encode(with_usage(report))
 
     def _take_stacks(self, use: Callable[[str], object]) -> bool:
         """Have a thread take the workers' stacks and `use` them as JSON. Returns False if that cannot start now."""
         if not self._is_idle.acquire(blocking=False):
             return False
-        report = node_report(self._agent(), os.getpid(), 0.0, self._seen(time.monotonic()))
+        report = node_report(self.agent(), os.getpid(), 0.0, self.seen(time.monotonic()))
         pids = {rank.rank: rank.pid for rank in report.ranks if rank.state in _LIVE and rank.pid > 0}
 
         def work() -> None:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from elaunch.agent.core.events import SnapshotChanged, StoreBack, StoreEvent, StoreFailed, StoreLost, Tag, Trouble
@@ -154,6 +155,7 @@ class _Lane(Enum):
     QUEUE = auto()
 
 
+@dataclass(eq=False)
 class RetryQueue:
     """A FIFO queue of requests, and a lease renewal that goes before them all.
 
@@ -161,25 +163,18 @@ class RetryQueue:
     is posted as an event. `StoreBack` is posted when the last try of neither lane has failed.
     """
 
-    def __init__(
-        self,
-        renew: Request,
-        post: Callable[[StoreEvent], None],
-        backoff_max_s: float,
-        uniform: Callable[[float, float], float],
-    ) -> None:
-        self._renew = renew
-        self._post = post
-        self._backoff_max_s = backoff_max_s
-        self._uniform = uniform
-        self._queue: deque[Request] = deque()
-        self._renewal_pending = False
-        self._was_reached = False
-        # The error of each lane whose last try failed.
-        self._failing: dict[_Lane, Unavailable | Rejected] = {}
-        # Consecutive failed tries of the queue's first request.
-        self._failed_tries = 0
-        self._is_ending = False
+    renew: Request
+    post: Callable[[StoreEvent], None]
+    backoff_max_s: float
+    uniform: Callable[[float, float], float]
+    _queue: deque[Request] = field(default_factory=deque)
+    _renewal_pending: bool = False
+    _was_reached: bool = False
+    # The error of each lane whose last try failed.
+    _failing: dict[_Lane, Unavailable | Rejected] = field(default_factory=dict)
+    # Consecutive failed tries of the queue's first request.
+    _failed_tries: int = 0
+    _is_ending: bool = False
 
     @property
     def has_any(self) -> bool:
@@ -213,7 +208,7 @@ class RetryQueue:
             # A renewal that is ordered while this one runs is done after it.
             self._renewal_pending &= lane is not _Lane.RENEWAL
             try:
-                (self._renew if lane is _Lane.RENEWAL else self._queue[0])()
+                (self.renew if lane is _Lane.RENEWAL else self._queue[0])()
             except (Unavailable, Rejected) as error:
                 pause_s = self._failed(lane, error, backoff_s)
                 if isinstance(error, Unavailable):
@@ -221,7 +216,7 @@ class RetryQueue:
                 # The store responds: it may serve one lane though it refuses the other.
                 continue
             except HistoryLost as error:
-                self._post(StoreLost(str(error)))
+                self.post(StoreLost(str(error)))
             self._succeeded(lane)
         return pause_s
 
@@ -233,22 +228,22 @@ class RetryQueue:
         self._failing[lane] = error
         self._failed_tries += lane is _Lane.QUEUE
         if isinstance(error, Rejected):
-            self._post(StoreFailed(str(error), Trouble.DENIED if isinstance(error, Denied) else Trouble.REFUSES))
-            least_s = most_s = self._backoff_max_s
+            self.post(StoreFailed(str(error), Trouble.DENIED if isinstance(error, Denied) else Trouble.REFUSES))
+            least_s = most_s = self.backoff_max_s
         else:
             is_heads = isinstance(error, HeadAway)
             cause = error.__cause__ if is_heads else error
             trouble = Trouble.OWN if isinstance(error, OwnLimit) else Trouble.AWAY
             if isinstance(cause, TimedOut) and not cause.is_silent:
                 trouble = Trouble.SLOW
-            self._post(StoreFailed(str(error), trouble, is_heads, is_heads and error.is_silent))
+            self.post(StoreFailed(str(error), trouble, is_heads, is_heads and error.is_silent))
             least_s = FIRST_BACKOFF_S
             is_late = isinstance(cause, TimedOut) and not self._was_reached
-            most_s = SLOW_BACKOFF_MAX_S if is_late else self._backoff_max_s
+            most_s = SLOW_BACKOFF_MAX_S if is_late else self.backoff_max_s
         self._renewal_pending |= lane is _Lane.RENEWAL
         longest_s = min(most_s, max(2 * backoff_s, least_s))
         # Jitter: all agents lose the store at the same time.
-        return self._uniform(longest_s / 2, longest_s)
+        return self.uniform(longest_s / 2, longest_s)
 
     def _succeeded(self, lane: _Lane) -> None:
         if lane is _Lane.QUEUE:
@@ -259,4 +254,4 @@ class RetryQueue:
             return
         if was_failing or not self._was_reached:
             self._was_reached = True
-            self._post(StoreBack())
+            self.post(StoreBack())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -34,10 +34,6 @@ class Vendor(Enum):
     ASCEND = "Ascend"
     GAUDI = "Gaudi"
     INTEL = "Intel"
-
-
-# torch's names of the devices of these vendors.
-KINDS = {"xpu": Vendor.INTEL, "npu": Vendor.ASCEND, "hpu": Vendor.GAUDI}
 
 
 @dataclass(frozen=True)
@@ -123,21 +119,14 @@ def _index(name: str, gpus: Sequence[Gpu]) -> int | None:
 
 
 def read_gpus(root: Path = Path("/"), kind: str = "") -> tuple[Gpu, ...]:
-    """The GPUs of this host (or container) of one vendor: that of `kind`, else the first of these that has any.
+    """The GPUs of this host (or container) of one vendor: that of `kind`, else the first that has any.
 
     NVIDIA's are in the order of their PCI addresses, AMD's in that of their KFD nodes.
     """
-    match KINDS.get(kind):
-        case Vendor.INTEL:
-            # As in torch.xpu, a GPU in the processor is a device if there is no other.
-            return _read_intel(root) or _read_intel(root, integrated=True)
-        case Vendor.ASCEND:
-            return _read_ascend(root)
-        case Vendor.GAUDI:
-            return _read_gaudi(root)
-        case _:
-            readers = (_read_nvidia, _read_amd, _read_ascend, _read_gaudi, _read_intel)
-            return next(filter(None, (read(root) for read in readers)), ())
+    readers = (KINDS[kind],) if kind in KINDS else (_read_nvidia, _read_amd, _read_ascend, _read_gaudi, _read_intel)
+    gpus = next(filter(None, (read(root) for read in readers)), ())
+    # As in torch.xpu, a GPU in the processor is a device if there is no other.
+    return gpus or (_read_intel(root, integrated=True) if kind == "xpu" else ())
 
 
 def nvlink_domain() -> str:
@@ -235,6 +224,10 @@ def _read_intel(root: Path, *, integrated: bool = False) -> tuple[Gpu, ...]:
         tile = Gpu("", _number(device / "numa_node"), Vendor.INTEL, card)
         gpus += [tile] * (1 if integrated else max(1, len(tiles)))
     return tuple(gpus)
+
+
+# torch's names of the devices of these vendors.
+KINDS: dict[str, Callable[[Path], tuple[Gpu, ...]]] = {"xpu": _read_intel, "npu": _read_ascend, "hpu": _read_gaudi}
 
 
 @dataclass(frozen=True)
