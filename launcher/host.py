@@ -241,7 +241,7 @@ def by_interface() -> Iterator[tuple[str, IpAddress]]:
                 yield name.partition(":")[0], ipaddress.ip_address(each.address.partition("%")[0])
 
 
-def socket_variables(
+def gloo_variables(
     address: str, environ: Mapping[str, str], log: Callable[[str], None], *, verbose: bool
 ) -> dict[str, str]:
     """The variables that name the interface of `address` to gloo and RPC, if they would not find it or wait for long.

@@ -1,34 +1,53 @@
-"""`elaunch doctor`: can this node train, with the options of a job?"""
+"""`elaunch doctor`: can this node train, with the options of a job? Also its checks of address, ports and store."""
 
 from __future__ import annotations
 
 import json
+import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
+from statistics import median
 from typing import TypeAlias
 
 import click
 
 from elaunch import __version__
+from elaunch.agent.diagnosis.investigate import REFUSED, connect_error, ephemeral_ports
 from elaunch.agent.linux import in_threads
 from elaunch.launcher.agent_config import count_workers, master_ports
-from elaunch.launcher.doctor import host, network
-from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, worst
-from elaunch.launcher.errors import UsageError
-from elaunch.launcher.host import detect, environ_at_start
+from elaunch.launcher.doctor import host
+from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, ok, warn, worst
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.host import (
+    NoAddress,
+    Owner,
+    addresses,
+    can_be_bound,
+    detect,
+    environ_at_start,
+    gloo_interface,
+    interface_of,
+    own_address,
+    owner_of,
+)
+from elaunch.launcher.inspect.text import duration
 from elaunch.launcher.options.command_line import Option
 from elaunch.launcher.options.options import JobCommand, Options, options_of
 from elaunch.launcher.preflight import check_folder, read_secret
 from elaunch.launcher.schedulers.defaults import cluster_of, facts_of_job, settle
 from elaunch.launcher.schedulers.facts import Cluster
+from elaunch.launcher.store.connect import store_of
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, plan
+from elaunch.launcher.store.serve import decide_head, listen
+from elaunch.rendezvous.endpoint import Endpoint, is_address
 from elaunch.rendezvous.format import node_host
+from elaunch.rendezvous.store import Denied, StoreError
 from elaunch.rendezvous.types import ProgramKind
 
 SCHEMA = 1
@@ -36,6 +55,12 @@ SCHEMA = 1
 _NO_PROGRAM = "doctor"
 # Each check has its own deadlines: the import of torch the longest, then the store's 20 requests.
 _LIMIT_S = host.TORCH_S + 30.0
+_RESOLVE_S = 2.0
+_SLOW_RESOLVER_S = 1.0
+# An agent sends 1.6 requests a second, each with a deadline of 0.5 s.
+_REQUESTS, _SLOW_STORE_S, _TOO_SLOW_STORE_S = 20, 0.1, 0.5
+# A prefix that no job uses.
+_NOTHING = "/elaunch-nothing/"
 
 Check: TypeAlias = Callable[[], Iterable[Finding]]
 # Each check with its findings, of which there is at least one.
@@ -47,9 +72,9 @@ def checks_for(needs: Needs, plan: RendezvousPlan, environ: Mapping[str, str]) -
     return {
         "torch": partial(host.check_torch, environ, needs),
         "gpus": partial(host.check_gpus, environ, needs),
-        "address": partial(network.check_address, plan, needs),
-        "ports": partial(network.check_ports, plan, needs),
-        "store": partial(network.check_store, plan),
+        "address": partial(check_address, plan, needs),
+        "ports": partial(check_ports, plan, needs),
+        "store": partial(check_store, plan),
         "shm": partial(host.check_shm, needs),
         "limits": partial(host.check_limits, needs),
     }
@@ -150,3 +175,97 @@ def as_json(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
     ]
     known = {"schema": SCHEMA, "elaunch": __version__, "host": hostname, "grade": worst(chain(*checked.values()))}
     yield json.dumps({**known, "seconds": round(took_s, 3), "checks": checks})
+
+
+def check_address(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
+    """How the other nodes reach this one, and which interface gloo must be given."""
+    start_s = time.monotonic()
+    try:
+        address = plan.own_addr or ("127.0.0.1" if plan.is_alone else own_address(plan.endpoints, _RESOLVE_S))
+        number = address if is_address(address) else addresses(address, _RESOLVE_S)[0]
+    except (NoAddress, UsageError) as error:
+        yield bad(str(error), "correct --rdzv-endpoint, the name or the route, or give --local-addr")
+        return
+    if not can_be_bound(number):
+        yield bad(f"this node cannot listen on {address}", "give one of its own: --local-addr")
+    elif needs.nodes_max == 1:
+        yield ok(f"one node: the workers meet at {address}")
+    else:
+        gloo = gloo_interface(number)
+        text = f"the other nodes reach this one at {address} ({interface_of(number) or 'no interface has it'})"
+        if (took_s := time.monotonic() - start_s) > _SLOW_RESOLVER_S:
+            yield warn(f"{text}; the resolver took {duration(took_s)}", "check the first server in /etc/resolv.conf")
+        else:
+            yield ok(f"{text}; GLOO_SOCKET_IFNAME={gloo[0]} is set for the workers: {gloo[1]}" if gloo else text)
+
+
+def check_ports(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
+    """Whether a firewall blocks ports of the endpoint's host: MASTER_PORT, and ephemeral ones, as gloo and NCCL get."""
+    head = plan.endpoints[0].host if plan.endpoints and plan.serves else ""
+    is_other = False
+    with suppress(NoAddress):
+        is_other = bool(head) and owner_of(head, _RESOLVE_S) is Owner.OTHER_HOST
+    if not is_other:
+        yield ok("no other node's ports are tried from here")
+        return
+    low, high = ephemeral_ports()
+    tried = tuple(dict.fromkeys([*needs.ports[:1], *needs.ports[-1:], *random.sample(range(low, high), 2)]))
+    # A refused connection has passed the firewall.
+    silent = {port: why for port in tried if (why := connect_error(Endpoint(head, port))) not in ("", REFUSED)}
+    if silent:
+        yield warn(
+            f"{head} does not answer on ports {', '.join(map(str, silent))} ({next(iter(silent.values()))})",
+            "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--master-port"
+            f" FIRST:LAST limits it), and to {low}-{high}, from which the kernel gives gloo and NCCL theirs",
+        )
+    else:
+        yield ok(f"{head} answers on ports {', '.join(map(str, tried))}, as MASTER_PORT, gloo and NCCL need it")
+
+
+def check_store(plan: RendezvousPlan) -> Iterator[Finding]:
+    """Whether the job's store is reachable, accepts this node, and responds in time."""
+    if plan.is_alone:
+        yield ok("one node needs no store")
+        return
+    where = ",".join(str(endpoint) for endpoint in plan.endpoints)
+    try:
+        with closing(store_of(plan, lambda _: None)) as store:
+            version = store.check()
+            latencies_s = []
+            for _ in range(_REQUESTS):
+                start_s = time.monotonic()
+                store.read(_NOTHING)
+                latencies_s.append(time.monotonic() - start_s)
+        yield judge_latencies(f"{where} answers (version {version})", latencies_s)
+    except (Denied, UsageError) as error:
+        yield bad(str(error), "a job with these options is refused, and ends with exit code 2")
+    except StoreError as error:
+        yield _unreached(plan, where, str(error))
+
+
+def judge_latencies(text: str, times_s: Sequence[float]) -> Finding:
+    """The finding about the latencies of a store's responses."""
+    middle_s = median(times_s)
+    text = f"{text}: median {duration(middle_s)} of {len(times_s)} requests, the longest {duration(max(times_s))}"
+    if middle_s > _TOO_SLOW_STORE_S:
+        return bad(text, "a request has 0.5 s; use a nearer store, or --rdzv-conf lease_ttl=10")
+    if middle_s > _SLOW_STORE_S:
+        return warn(text, "use a nearer or less busy store; etcd needs a local SSD")
+    return ok(text)
+
+
+def _unreached(plan: RendezvousPlan, where: str, why: str) -> Finding:
+    """Why no store was reached; if this node would serve it, whether it can listen."""
+    if not plan.serves:
+        return bad(f"{where} cannot be reached: {why}", "start etcd; check the firewall, the route, --rdzv-endpoint")
+    if not decide_head(plan, lambda _: None):
+        way_out = "this is fine if the head has not started yet; else check the firewall, the route, --rdzv-endpoint"
+        return warn(f"no store answers at {where} yet: {why}", way_out)
+    try:
+        if listener := listen(plan.endpoints[0]):
+            listener.close()
+            return ok(f"nothing listens at {where} yet; this node would serve the job's store there")
+        trouble = "another program listens there, which is not a store"
+    except (UsageError, SiteError) as error:
+        trouble = str(error)
+    return bad(f"this node cannot serve the store at {where}: {trouble}", "choose another port")

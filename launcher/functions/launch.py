@@ -191,9 +191,8 @@ class LaunchConfig:
 
 def as_ours(config: Any) -> LaunchConfig:
     """torch's own LaunchConfig as this class. Fields that an older torch lacks have their defaults."""
-    return LaunchConfig(
-        **{each.name: getattr(config, each.name) for each in fields(LaunchConfig) if hasattr(config, each.name)}
-    )
+    known = {each.name: getattr(config, each.name) for each in fields(LaunchConfig) if hasattr(config, each.name)}
+    return LaunchConfig(**known)
 
 
 def option_argv(config: LaunchConfig) -> list[str]:

@@ -16,14 +16,7 @@ import click
 from elaunch.agent.diagnosis.stack_groups import full_text, group_text, grouped, location_text
 from elaunch.agent.forkserver.client import Cold, connected, servers, stop
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.inspect.job_source import (
-    JobSource,
-    LocalAgent,
-    LocalSource,
-    NodeStacks,
-    StoreSource,
-    local_agents,
-)
+from elaunch.launcher.inspect.job_source import JobSource, LocalSource, NodeStacks, StoreSource, local_jobs
 from elaunch.launcher.options.command_line import Command, Option, Source
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.options.table import TABLE
@@ -95,12 +88,7 @@ def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
         raise UsageError(f"{command} {name} contradicts --run-id {run_id}; drop one of them")
     if {"rdzv_endpoint", "master_addr"} & typed.keys():
         return _by_store(options, name, environ)
-    agents, problems = local_agents()
-    # Two jobs may have one run id: their leaders differ.
-    by_job: dict[tuple[str, str], list[LocalAgent]] = {}
-    for agent in agents:
-        by_job.setdefault((agent.job.run_id, agent.job.leader), []).append(agent)
-    here = [*by_job.values()]
+    here, problems = local_jobs()
     listed = ", ".join(f"{plain(job.job.run_id)} (pid {job.pid})" for job, *_ in here)
     if is_order and not name:
         # The only job here may not be the intended one.

@@ -75,8 +75,8 @@ class LocalAgent:
     node: NodeReport
 
 
-def local_agents() -> tuple[list[LocalAgent], list[str]]:
-    """The agents of this user (for root: of all users) that answer, and a sentence for each one that does not."""
+def local_jobs() -> tuple[list[list[LocalAgent]], list[str]]:
+    """The agents of this user (root: of all users) that answer, by job, and a sentence for each one that does not."""
     problems: list[str] = []
     paths: list[Path] = []
     for uid, found in _sockets().items():
@@ -91,8 +91,11 @@ def local_agents() -> tuple[list[LocalAgent], list[str]]:
         elif path.exists():
             # An agent that has exited since it was listed is not reported.
             problems.append(str(response))
-    agents.sort(key=lambda agent: (agent.job.run_id, agent.pid))
-    return agents, list(dict.fromkeys(problems))
+    # Two jobs may have one run id: their leaders differ.
+    jobs: dict[tuple[str, str], list[LocalAgent]] = {}
+    for agent in sorted(agents, key=lambda agent: (agent.job.run_id, agent.pid)):
+        jobs.setdefault((agent.job.run_id, agent.job.leader), []).append(agent)
+    return [*jobs.values()], list(dict.fromkeys(problems))
 
 
 def query_all(queries: Sequence[Callable[[], Response]], wait_s: float = RESPONSE_S) -> list[Response | NoResponse]:
@@ -367,9 +370,7 @@ class LocalSource:
         """The job's current status. Raises SiteError, and JobOver."""
         responses = query_all([partial(status_of, agent.path) for agent in self._agents])
         now = [response for response in responses if isinstance(response, LocalAgent)]
-        problems = [
-            str(error) for error in responses if isinstance(error, NoResponse) and not isinstance(error, AgentGone)
-        ]
+        problems = [str(why) for why in responses if isinstance(why, NoResponse) and not isinstance(why, AgentGone)]
         if not now:
             if self._store:
                 return self._store.take()

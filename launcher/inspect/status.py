@@ -177,9 +177,7 @@ def _ranks(known: Gathered, generation: int) -> list[dict[str, Any]]:
 
 def text_of(record: dict[str, Any], *, every_rank: bool = False) -> str:
     """The record as `elaunch status` prints it: facts, a table of ranks or nodes, and what is missing in it."""
-    facts = facts_of(record)
-    width = max(len(label) for label, _ in facts)
-    lines = [headline(record), *(f"  {label:{width}}  {text}" for label, text in facts)]
+    lines = [headline(record), *(f"  {line}" for line in aligned(facts_of(record)))]
     ranks, nodes = record["ranks"], record["nodes"]
     if not record["outcome"] and (ranks or nodes):
         is_by_rank = bool(ranks) and (every_rank or len(ranks) <= RANKS_SHOWN)

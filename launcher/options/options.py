@@ -309,9 +309,6 @@ def _program(
         raise UsageError(f"-m or --no-python contradicts {fields['config']}, whose program is {in_file}; drop it")
     target, *args = program or (str(in_file), *job_file.args)
     is_module = fields["module"] or (not program and job_file.module is not None)
+    kind = ProgramKind.COMMAND if fields["no_python"] else ProgramKind.MODULE if is_module else ProgramKind.SCRIPT
     # As in torchrun, --run-path takes precedence.
-    if fields["run_path"]:
-        return ProgramKind.SCRIPT, target, tuple(args)
-    if fields["no_python"]:
-        return ProgramKind.COMMAND, target, tuple(args)
-    return (ProgramKind.MODULE if is_module else ProgramKind.SCRIPT), target, tuple(args)
+    return (ProgramKind.SCRIPT if fields["run_path"] else kind), target, tuple(args)

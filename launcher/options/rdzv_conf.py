@@ -30,12 +30,12 @@ class Setting:
         return (self.name, *self.aliases)
 
 
-def _setting(help: str, convert: values.Convert = values.text, *aliases: str, default: Any = None) -> Any:
+def _key(help: str, convert: values.Convert = values.text, *aliases: str, default: Any = None) -> Any:
     """A field that is the setting of its name."""
     return field(default=default, metadata={"setting": (help, convert, aliases, "")})
 
 
-def _ignored(why: str, convert: values.Convert) -> Any:
+def _unused(why: str, convert: values.Convert) -> Any:
     return field(default=None, metadata={"setting": ("", convert, (), why)})
 
 
@@ -61,43 +61,31 @@ class Conf:
     """
 
     # fmt: off
-    join_timeout: float | None = _setting(
-        "seconds with too few nodes until the job ends [600]", values.positive_seconds, "timeout",
+    join_timeout: float | None = _key("seconds with too few nodes until the job ends [600]", values.duration, "timeout")
+    last_call_timeout: float | None = _key("seconds to wait for more nodes of a range, first start [2]", values.seconds)
+    lease_ttl: int | None = _key("whole seconds without contact until a node is lost [3]", partial(values.whole, low=2))
+    keep_alive_interval: float | None = _key(
+        "if given, lease_ttl is this times keep_alive_max_attempt [5]", values.duration,
     )
-    last_call_timeout: float | None = _setting(
-        "seconds to wait for more nodes of a range, first start [2]", values.seconds,
-    )
-    lease_ttl: int | None = _setting(
-        "whole seconds without contact until a node is lost [3]", partial(values.whole, low=2)
-    )
-    keep_alive_interval: float | None = _setting(
-        "if given, lease_ttl is this times keep_alive_max_attempt [5]", values.positive_seconds,
-    )
-    keep_alive_max_attempt: int | None = _setting("a number; see keep_alive_interval [3]", values.count)
-    store_timeout: float | None = _setting(
-        "seconds without the head's store until the job ends [60]", values.positive_seconds
-    )
-    keys_ttl: float | None = _setting(
-        "seconds that the store keeps an ended job's keys [604800]", values.positive_seconds
-    )
-    is_host: bool | None = _setting("1: serve the store if none listens; 0: do not [by address]", values.switch)
-    transport: Transport = _setting(
+    keep_alive_max_attempt: int | None = _key("a number; see keep_alive_interval [3]", values.count)
+    store_timeout: float | None = _key("seconds without the head's store until the job ends [60]", values.duration)
+    keys_ttl: float | None = _key("seconds that the store keeps an ended job's keys [604800]", values.duration)
+    is_host: bool | None = _key("1: serve the store if none listens; 0: do not [by address]", values.switch)
+    transport: Transport = _key(
         "gateway (JSON over HTTP) or grpc [gateway]",
         values.OneOf(*(each.value for each in Transport), made=Transport), default=Transport.GATEWAY,
     )
-    protocol: str | None = _setting("http or https, if the endpoint has neither", values.OneOf("http", "https"))
-    cacert: str | None = _setting("file with the CA certificate for etcd [ETCDCTL_CACERT]", values.text, "ca_cert")
-    cert: str | None = _setting("file with this node's certificate for etcd [ETCDCTL_CERT]", values.text, "ssl_cert")
-    key: str | None = _setting("file with the certificate's private key [ETCDCTL_KEY]", values.text, "ssl_cert_key")
-    user: str | None = _setting("a user of etcd [ETCDCTL_USER]")
-    password_file: str | None = _setting("file with the user's password [ETCDCTL_PASSWORD]")
-    etcd_prefix: str = _setting(f"prefix of the job's keys, the same on all nodes [{PREFIX}]", _prefix, default=PREFIX)
-    store_type: str | None = _ignored(
-        "elaunch detects which store listens at the endpoint", values.OneOf("tcp", "file")
-    )
-    close_timeout: float | None = _ignored("one write closes a rendezvous", values.seconds)
-    heartbeat_timeout: float | None = _ignored("lease_ttl decides when a node is lost", values.seconds)
-    read_timeout: float | None = _ignored("each request has its own deadline and is retried", values.seconds)
+    protocol: str | None = _key("http or https, if the endpoint has neither", values.OneOf("http", "https"))
+    cacert: str | None = _key("file with the CA certificate for etcd [ETCDCTL_CACERT]", values.text, "ca_cert")
+    cert: str | None = _key("file with this node's certificate for etcd [ETCDCTL_CERT]", values.text, "ssl_cert")
+    key: str | None = _key("file with the certificate's private key [ETCDCTL_KEY]", values.text, "ssl_cert_key")
+    user: str | None = _key("a user of etcd [ETCDCTL_USER]")
+    password_file: str | None = _key("file with the user's password [ETCDCTL_PASSWORD]")
+    etcd_prefix: str = _key(f"prefix of the job's keys, the same on all nodes [{PREFIX}]", _prefix, default=PREFIX)
+    store_type: str | None = _unused("elaunch detects which store listens at the endpoint", values.OneOf("tcp", "file"))
+    close_timeout: float | None = _unused("one write closes a rendezvous", values.seconds)
+    heartbeat_timeout: float | None = _unused("lease_ttl decides when a node is lost", values.seconds)
+    read_timeout: float | None = _unused("each request has its own deadline and is retried", values.seconds)
     # fmt: on
     ignored: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()

@@ -137,7 +137,7 @@ def _number(word: str, high: float, wrong: str) -> float:
     return number
 
 
-def positive_seconds(raw: Raw) -> float:
+def duration(raw: Raw) -> float:
     if (number := seconds(raw)) == 0:
         raise ValueError("is not a length of time; give more than 0 seconds")
     return number

@@ -51,9 +51,7 @@ def facts_of_job(options: Options, cluster: Cluster, environ: Mapping[str, str])
 
     Raises UsageError if the job has several nodes and the scheduler does not report the head when it is queried.
     """
-    is_given = {"rdzv_endpoint", "master_addr"} & set(options.given) or any(
-        environ.get(name) for name in ENDPOINT_VARIABLES
-    )
+    is_given = {"rdzv_endpoint", "master_addr"} & set(options.given) or any(map(environ.get, ENDPOINT_VARIABLES))
     nodes_max = (options.nnodes if "nnodes" in options.given else cluster.nodes or options.nnodes)[1]
     if not is_given and nodes_max > 1 and cluster.head is None and cluster.head_query:
         raise UsageError(cluster.head_query.failed)

@@ -13,15 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.host import (
-    NoAddress,
-    Owner,
-    addresses,
-    own_address,
-    owner_of,
-    routable_addresses,
-    socket_variables,
-)
+from elaunch.launcher.host import NoAddress, Owner, addresses, gloo_variables, own_address, owner_of, routable_addresses
 from elaunch.launcher.options.options import Options, argv_of
 from elaunch.launcher.options.rdzv_conf import parse_rdzv_conf
 from elaunch.launcher.options.table import TABLE
@@ -74,7 +66,7 @@ def connect_store(options: Options, planned: Planned, log: Callable[[str], None]
     """
     plan = planned.plan
     if plan.is_alone:
-        network = socket_variables("127.0.0.1", os.environ, log, verbose=options.verbose)
+        network = gloo_variables("127.0.0.1", os.environ, log, verbose=options.verbose)
         yield ConnectedStore(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
         return
     _check_head_host(options, planned)
@@ -113,7 +105,7 @@ def connect_store(options: Options, planned: Planned, log: Callable[[str], None]
             store_of(plan, log, keyring),
             True,
             address,
-            socket_variables(number, os.environ, log, verbose=options.verbose),
+            gloo_variables(number, os.environ, log, verbose=options.verbose),
             served.process.pid if served else None,
             locator_of(plan),
             next(iter(invitation), ""),

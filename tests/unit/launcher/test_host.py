@@ -17,11 +17,11 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import (
     NoAddress,
     Owner,
+    gloo_variables,
     own_address,
     owner_of,
     read_quota_cpus,
     routable_addresses,
-    socket_variables,
 )
 from elaunch.rendezvous.dial import HostAddress
 from elaunch.rendezvous.endpoint import Endpoint
@@ -239,11 +239,11 @@ def test_rpc_gets_the_same_interface_and_the_users_own_variables_stay(own_addres
     own_addresses += ["127.0.1.1", "10.0.0.1"]
     logged: list[str] = []
 
-    quiet = socket_variables("10.0.0.1", {}, logged.append, verbose=False)
+    quiet = gloo_variables("10.0.0.1", {}, logged.append, verbose=False)
     assert logged == []
-    both = socket_variables("10.0.0.1", {}, logged.append, verbose=True)
-    only_rpc = socket_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "mine"}, logged.append, verbose=True)
-    neither = socket_variables(
+    both = gloo_variables("10.0.0.1", {}, logged.append, verbose=True)
+    only_rpc = gloo_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "mine"}, logged.append, verbose=True)
+    neither = gloo_variables(
         "10.0.0.1", {"GLOO_SOCKET_IFNAME": "a", "TP_SOCKET_IFNAME": "b"}, logged.append, verbose=True
     )
 
@@ -276,8 +276,8 @@ def test_on_one_host_a_resolver_that_does_not_answer_is_not_waited_for_by_the_wo
     monkeypatch.setattr(host, "_OWN_NAME_S", 0.05)
     logged: list[str] = []
     try:
-        found = socket_variables("127.0.0.1", {"TP_SOCKET_IFNAME": "mine"}, logged.append, verbose=False)
-        own = socket_variables("127.0.0.1", {**found, "TP_SOCKET_IFNAME": "mine"}, logged.append, verbose=True)
+        found = gloo_variables("127.0.0.1", {"TP_SOCKET_IFNAME": "mine"}, logged.append, verbose=False)
+        own = gloo_variables("127.0.0.1", {**found, "TP_SOCKET_IFNAME": "mine"}, logged.append, verbose=True)
     finally:
         answer.set()
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.workers.topology import Gpu
-from elaunch.launcher.doctor import host, network
-from elaunch.launcher.doctor.command import examine
+from elaunch.launcher.doctor import host
+from elaunch.launcher.doctor.command import examine, judge_latencies
 from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, health_check, ok, worst
 from elaunch.launcher.errors import UsageError
 from tests.harness import DEADLINE_S, wait_for
@@ -58,9 +58,9 @@ def torch(gpus: int, **changes: object) -> Iterator[Finding]:
         (torch(8, cuda=""), "bad", "pytorch.org"),
         (torch(8, seconds=16.0), "warn", "local disk"),
         (torch(8, cuda_error="driver too old"), "bad", "driver too old"),
-        (network.judge_latencies("etcd:2379 answers", (0.001,) * 20), "ok", "median 1 ms"),
-        (network.judge_latencies("etcd:2379 answers", (0.2,) * 20), "warn", "200 ms"),
-        (network.judge_latencies("etcd:2379 answers", (0.6,) * 20), "bad", "600 ms"),
+        (judge_latencies("etcd:2379 answers", (0.001,) * 20), "ok", "median 1 ms"),
+        (judge_latencies("etcd:2379 answers", (0.2,) * 20), "warn", "200 ms"),
+        (judge_latencies("etcd:2379 answers", (0.6,) * 20), "bad", "600 ms"),
     ],
 )
 def test_a_finding_has_a_grade_and_a_way_out(found: Finding | Iterator[Finding], grade: str, message: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.inspect.job_source import RESPONSE_S, NoResponse, local_agents, status_of
+from elaunch.launcher.inspect.job_source import RESPONSE_S, NoResponse, local_jobs, status_of
 from tests.harness import joined
 
 OTHER_USER = 65534
@@ -58,7 +58,7 @@ def test_silent_sockets_are_queried_at_the_same_time_and_of_another_user_not_any
             stack.enter_context(listening(folder_of(tmp_path, number, OTHER_USER) / "agent", OTHER_USER))
         begun_s = time.monotonic()
 
-        _, troubles = local_agents()
+        _, troubles = local_jobs()
 
         # One after the other they would take six times that long.
         assert time.monotonic() - begun_s < 5 * RESPONSE_S
@@ -77,7 +77,7 @@ def test_a_link_to_a_socket_that_root_has_opened_is_not_believed_to_be_roots_own
         # Programs of other users may answer a socket that root has opened for them.
         threading.Thread(target=take_one, args=(daemon,), daemon=True).start()
 
-        _, troubles = local_agents()
+        _, troubles = local_jobs()
 
     assert f"the socket {folder / 'agent'} is served by another user; it is not trusted" in troubles
 
