@@ -162,7 +162,7 @@ def can_be_bound(address: str) -> bool:
         family, sockaddr = socket_address(address, 0)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind(sockaddr)
-    except OSError:
+    except (OSError, ValueError):
         return False
     return True
 

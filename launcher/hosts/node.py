@@ -1,18 +1,23 @@
 """One host's side of `elaunch --hosts`: started by ssh, it checks this host, starts the agent, and passes signals on.
 
-The launcher writes JSON lines to stdin: the job, then `start`, then signals. So neither the job's secret nor its
-environment is in an argument or a shell's environment, and nothing needs quoting. The end of stdin means that the
-launcher, ssh or the network has gone: the agent gets SIGTERM. The reply is a line on stdout that begins with a mark,
-since a login shell may print something first. All output after it is the agent's.
+The launcher writes JSON lines to stdin: the job, then the node's place in it, then signals. So neither the job's secret
+nor its environment is in an argument or a shell's environment, and nothing needs quoting. The end of stdin means that
+the launcher, ssh or the network has gone: the agent gets SIGTERM. The reply is a line on stdout that begins with a
+mark, since a login shell may print something first. All output after it is the agent's.
 """
 
 from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and sys.path and not getattr(sys.flags, "safe_path", False):
+    # Python put the current folder first; a json.py of the user's there must not be imported.
+    del sys.path[0]
 
 import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -23,11 +28,11 @@ from elaunch.agent.linux import die_with_parent
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import interpreter_options
 from elaunch.launcher.options.options import parse
-from elaunch.launcher.preflight import check_program
+from elaunch.launcher.preflight import check_options
 
 
 def main() -> int:
-    """The exit code is the agent's; 128 + n if signal n ended it."""
+    """The exit code is the agent's. If a signal ended the agent, it ends this process too."""
     mark = sys.argv[1]
     job = _read()
     if job is None:
@@ -49,7 +54,9 @@ def main() -> int:
     )
     threading.Thread(target=_pass_signals, args=(agent,), daemon=True).start()
     code = agent.wait()
-    return 128 - code if code < 0 else code
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    return code
 
 
 def _read() -> Any:
@@ -68,7 +75,7 @@ def _refusal(job: dict[str, Any]) -> str:
         return f"cannot enter the folder {job['folder']} ({error.strerror}); all hosts need it, as on a shared disk"
     os.environ.update(job["environ"])
     try:
-        check_program(parse(job["argv"], os.environ), os.environ)
+        check_options(parse(job["argv"], os.environ), os.environ)
     except UsageError as error:
         return str(error)
     return ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from elaunch.rendezvous.types import SLOTS_MAX
 
 _LIST = re.compile(r"([^][,]|\[[^][]+\])+(,([^][,]|\[[^][]+\])+)*")
+_HOSTS_MAX = 1 << 16
 _HOW = "use HOST,HOST or HOST:WORKERS, as in node[0-3]:8"
 # A user's name before @, then a name, an address, or an IPv6 address in brackets; then the number of workers.
 _HOST = re.compile(
@@ -94,7 +95,9 @@ def expand(text: str) -> list[str]:
     for name in re.findall(r"(?:[^][,]|\[[^][]+\])+", text):
         parts = re.findall(r"\[([^]]*)\]|([^][]+)", name)
         choices = [[plain] if plain else _numbers(written) for written, plain in parts]
-        hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
+        hosts += map("".join, itertools.islice(itertools.product(*choices), _HOSTS_MAX + 1))
+        if len(hosts) > _HOSTS_MAX:
+            raise ValueError(f"has more than {_HOSTS_MAX} hosts")
     return hosts
 
 
@@ -104,7 +107,7 @@ def _numbers(text: str) -> list[str]:
     for each in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", each)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not match or first > last:
+        if not match or first > last or last - first >= _HOSTS_MAX:
             raise ValueError(f"has {each}, which is neither a number nor a range")
         found += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
     return found

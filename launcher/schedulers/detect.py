@@ -46,8 +46,7 @@ _STEPS_APART = 7
 _SLURM = Cluster("Slurm", signals_workers=True, cores_option="--cpus-per-task")
 HOSTS_FILE = "/etc/hosts"
 # The scheduler that `elaunch --hosts` is for the nodes that it starts.
-HOSTS = "hosts"
-_OF_HOSTS = "ELAUNCH_HOSTS_"
+HOSTS, HOSTS_VARIABLE = "hosts", "ELAUNCH_HOSTS"
 
 
 def mark_of(environ: Mapping[str, str]) -> dict[str, str]:
@@ -82,20 +81,16 @@ def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callabl
 
 
 def _detect_hosts(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
-    """The facts that `elaunch --hosts` gives each node."""
-    names = [f"{_OF_HOSTS}{word}" for word in ("INDEX", "COUNT", "HEAD", "JOB")]
-    index, nodes = (number(environ, each) for each in names[:2])
-    head, run_id = (environ.get(each) for each in names[2:])
-    if index is None or not (nodes and head and run_id):
-        return None
+    """The facts that `elaunch --hosts` gives each node. Raises ValueError for others."""
+    index, nodes, head, run_id = environ.get(HOSTS_VARIABLE, "").split()
     return Cluster(
         "--hosts",
-        nodes=(nodes, nodes),
-        node_index=index,
+        nodes=(int(nodes), int(nodes)),
+        node_index=int(index),
         head=head,
         head_port=port_of_name(run_id),
         run_id=run_id,
-        sources=used(environ, *names),
+        sources=(HOSTS_VARIABLE,),
     )
 
 
@@ -422,7 +417,7 @@ def _full_name(hostname: str, read: Callable[[str], str]) -> str:
 # The prefixes of each scheduler's variables, and the function that reads them.
 # The innermost scheduler comes first: mpirun and Flux run inside of an allocation, and Slurm's nodes may be pods.
 SCHEDULERS: Mapping[str, tuple[tuple[str, ...], Detect]] = {
-    HOSTS: ((_OF_HOSTS,), _detect_hosts),
+    HOSTS: ((HOSTS_VARIABLE,), _detect_hosts),
     "mpi": (("OMPI_COMM_WORLD_", "PMI_"), _detect_mpi),
     "flux": (("FLUX_",), _detect_flux),
     "slurm": (("SLURM_",), _detect_slurm),

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 import elaunch
-from tests.harness import DEADLINE_S, FRESH, Job, script, wait_for
+from elaunch.agent.linux import catches
+from tests.harness import COMMAND, DEADLINE_S, FRESH, Job, environment, script, wait_for
 from tests.nodes import Node, Nodes, needs_nodes
 
 pytestmark = [needs_nodes, pytest.mark.servers]
@@ -36,6 +37,42 @@ if sys.argv[1:] == ["wait"]:
     open(f"up-{os.environ['RANK']}-{os.environ['ELAUNCH_GENERATION']}", "w").close()
     if os.environ["WORLD_SIZE"] != "1":
         time.sleep(600)
+"""
+# Passes bytes on after 100 ms in each direction.
+RELAY = """
+import collections, os, select, socket, sys, time
+link = socket.create_connection(sys.argv[1:3])
+queue = collections.deque()
+open_ends = {0, link.fileno()}
+while open_ends or queue:
+    wait_s = max(0, queue[0][0] - time.monotonic()) if queue else None
+    for end in select.select(open_ends, [], [], wait_s)[0]:
+        data = os.read(end, 1 << 16)
+        queue.append((time.monotonic() + 0.1, end, data))
+        if not data:
+            open_ends.discard(end)
+    while queue and queue[0][0] <= time.monotonic():
+        _, end, data = queue.popleft()
+        if not data:
+            sys.exit() if end else link.shutdown(socket.SHUT_WR)
+        elif end:
+            os.write(1, data)
+        else:
+            link.sendall(data)
+"""
+# An ssh that starts nothing. The host's name is what it does.
+NO_SSH = """
+import subprocess, sys
+host, mark = sys.argv[-2], sys.argv[-1].split()[-1]
+if host == "floods":
+    for _ in range(1 << 10):
+        sys.stdout.write("x" * (1 << 17))
+    open("flooded", "w").close()
+    subprocess.run(["sleep", "600"])
+sys.stdin.readline()
+replies = {"list": "[1]", "null": "null", "deep": "[" * 100_000, "other": "{}", "full": '{"refusal": "is full"}'}
+print("", mark + replies[host], sep="\\n", flush=True)
+sys.stdin.read()
 """
 
 
@@ -78,6 +115,10 @@ class Hosts:
     def job(self, folder: Path, *args: str, **more: object) -> Job:
         return Job(folder, *self.options, *args, prefix=self.nodes[0].prefix, **more)  # type: ignore[arg-type]
 
+    def add_ssh_option(self, line: str) -> None:
+        with (self._folder / "ssh_config").open("a") as config:
+            config.write(f"{line}\n")
+
     def is_idle(self) -> None:
         """Wait until nothing of elaunch or ssh is left."""
         wait_for(lambda: not [each for node in self.nodes for each in self.agents(node)], "nothing is left")
@@ -114,6 +155,8 @@ def test_one_command_starts_the_job_on_three_hosts(tmp_path: Path, hosts: Callab
     cluster.serve(cluster.nodes[1], prints="hello")
     cluster.serve(cluster.nodes[2], shell="/bin/tcsh")
     script(tmp_path, WAITS)
+    for folder in (tmp_path, *tmp_path.glob("ssh/home-*")):
+        script(folder, "raise SystemExit('not for elaunch')", "json.py")
     words = {"HF_WORD": "it's $HOME `x` !1", "OWN": "a", "NOT_SENT": "b"}
     with cluster.job(tmp_path, "--hosts", "node0,node1:2,node2", "--ssh-env", "OWN,NONE", "train.py", env=words) as job:
         assert job.wait() == 0
@@ -156,6 +199,33 @@ def test_each_host_that_cannot_take_part_is_named_with_its_reason(
     cluster.is_idle()
 
 
+def test_what_is_no_reply_of_elaunch_costs_its_host_a_sentence(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
+    cluster = hosts(1)
+    ssh = f"{sys.executable} {script(tmp_path, NO_SSH, 'ssh.py')}"
+    args = ("--ssh-command", ssh, script(tmp_path, WAITS).name)
+    with cluster.job(tmp_path, "--hosts", "node0,list,null,deep,other,full", *args) as job:
+        assert job.wait() == 2
+    sentences = dict(re.findall(r"^elaunch: (\w+): (.*)$", job.stderr, re.M))
+    assert sentences.pop("full") == "is full"
+    assert [*sentences] == ["list", "null", "deep", "other"]
+    assert all("its reply is not that of elaunch" in sentence for sentence in sentences.values())
+    with cluster.job(tmp_path, "--hosts", "node0,floods", *args) as job:
+        wait_for((tmp_path / "flooded").exists, "all 128 MiB are written")
+        assert psutil.Process(job.process.pid).memory_info().rss < 100 << 20
+        job.process.terminate()
+        assert job.wait() == 143
+    cluster.is_idle()
+
+
+def test_many_logins_at_once_are_not_refused(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
+    cluster = hosts(2)
+    cluster.serve(cluster.nodes[1])
+    cluster.add_ssh_option(f"Host a*\nHostName {cluster.nodes[1].ipv4}")
+    with cluster.job(tmp_path, "--hosts", "a[0-15]", "none.py") as job:
+        assert job.wait() == 2
+        assert job.stderr.count("none.py does not exist") == 16
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_the_end_of_the_command_ends_the_job_on_every_host(
     tmp_path: Path, hosts: Callable[[int], Hosts], signum: int, code: int
@@ -169,6 +239,43 @@ def test_the_end_of_the_command_ends_the_job_on_every_host(
         job.process.send_signal(signum)
         assert job.wait() == code
         cluster.is_idle()
+
+
+def test_a_hangup_that_is_ignored_here_does_not_reach_the_hosts(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
+    cluster = hosts(2)
+    cluster.serve(cluster.nodes[1])
+    shell = f"trap '' HUP; exec {' '.join(COMMAND)} \"$@\""
+    Nohup = type("Nohup", (Job,), {"command": ("sh", "-c", shell, "sh")})
+    args = (*cluster.options, "--hosts", "node0,node1", script(tmp_path, WAITS).name, "wait")
+    with Nohup(tmp_path, *args, prefix=cluster.nodes[0].prefix) as job:
+        wait_for(lambda: len(list(tmp_path.glob("up-*-0"))) == 2, "the workers run")
+        assert catches(job.process.pid, signal.SIGTERM)
+        assert not catches(job.process.pid, signal.SIGHUP)
+
+
+def test_the_job_ends_if_nothing_reads_its_stdout(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
+    cluster = hosts(2)
+    cluster.serve(cluster.nodes[1])
+    args = (*cluster.options, "--hosts", "node0,node1", script(tmp_path, WAITS).name, "wait")
+    process = cluster.nodes[0].popen(*COMMAND, *args, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE)
+    assert process.stdout
+    process.stdout.close()
+    assert process.wait(DEADLINE_S) == 141
+    cluster.is_idle()
+
+
+def test_a_job_that_needs_all_its_hosts_ends_with_the_first_that_is_lost(
+    tmp_path: Path, hosts: Callable[[int], Hosts]
+) -> None:
+    cluster = hosts(2)
+    cluster.serve(cluster.nodes[1])
+    with cluster.job(tmp_path, "--hosts", "node0,node1", script(tmp_path, WAITS).name, "wait") as job:
+        wait_for(lambda: len(list(tmp_path.glob("up-*-0"))) == 2, "the workers run")
+        [agent] = [each for each in cluster.agents(cluster.nodes[1]) if "--scheduler" in each.cmdline()]
+        agent.kill()
+        assert job.wait() == 1
+        assert "node1: the connection, or elaunch there, has ended (exit code 255); the job needs 2" in job.stderr
+    cluster.is_idle()
 
 
 @pytest.mark.parametrize("name", ["ssh", "sshd"])
@@ -190,7 +297,7 @@ def test_a_host_whose_connection_ends_is_a_lost_node(tmp_path: Path, hosts: Call
         wait_for(lambda: not cluster.agents(cluster.nodes[1]), "the lost node's agent has ended")
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130
-        assert "elaunch: node1: the connection has ended" in job.stderr
+        assert "elaunch: node1: the connection, or elaunch there, has ended" in job.stderr
 
 
 def test_no_process_argument_or_shell_has_the_secret(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
@@ -210,3 +317,13 @@ def test_no_process_argument_or_shell_has_the_secret(tmp_path: Path, hosts: Call
         assert holders <= set(agents)
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130
+
+
+def test_a_host_behind_a_slow_and_lossy_line_takes_part(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
+    cluster = hosts(2)
+    cluster.serve(cluster.nodes[1])
+    cluster.nodes.lose(2)
+    cluster.add_ssh_option(f"ProxyCommand {sys.executable} {script(tmp_path, RELAY, 'relay.py')} %h %p")
+    with cluster.job(tmp_path, "--hosts", "node0,node1", script(tmp_path, WAITS).name) as job:
+        assert job.wait() == 0
+        assert "[1] rank 1 of 2" in job.stdout

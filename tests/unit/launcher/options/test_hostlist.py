@@ -47,6 +47,8 @@ def test_the_hosts_of_a_file(text: str, hosts: list[Host]) -> None:
         (parse_hosts, "-oProxyCommand=x", "is not a host"),
         (parse_hosts, "n[3-1]", "has 3-1, which is neither a number nor a range"),
         (parse_hosts, "n[0-1],n1", "has n1 twice"),
+        (parse_hosts, "n[0-999999999]", "has 0-999999999, which is neither a number nor a range"),
+        (parse_hosts, "n[0-9999][0-9999]", "has more than 65536 hosts"),
         (parse_hostfile, "node0\nnode1 slots=many\n", "line 2 (node1 slots=many) has many as the number of workers"),
         (parse_hostfile, "node0, node1\n", "line 1 (node0, node1) has 'node0,', which is not a host"),
         (parse_hostfile, "node0 slot=8\n", "line 1 (node0 slot=8) has no slots=N after the host"),
