@@ -66,8 +66,7 @@ def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirector
 def join(place: RankInfo) -> torch.device:
     """Join the process group. Returns this rank's device.
 
-    With GPUs it is `cuda:<local_rank>` with NCCL, without GPUs the CPU with gloo. A process without a launcher is a
-    group of one, which needs no address.
+    With GPUs it is `cuda:<local_rank>` with NCCL, else the CPU with gloo. Without a launcher the group has one process.
     """
     device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
