@@ -103,11 +103,10 @@ def _row(option: Option) -> str:
     names += [f"`--{name} {option.metavar or ''}".rstrip() + "`" for name in option.names]
     unlike = _HAS_AN_EFFECT if option.no_effect else ""
     peer = "–" if option.peer is None else DIFFERS.get(option.long, unlike)
-    default = f" [{option.default_text}]" if option.default_text else ""
     own = f"PET_{option.long.upper().replace('-', '_')}"
     others = [f"`{name}`" for name in option.variables if name != own and option.long not in ("help", "version")]
     variables = f"; also {', '.join(others)}" if others else ""
-    return f"| {', '.join(names)} | {option.help}{default}{variables} | {peer} |"
+    return f"| {', '.join(names)} | {option.help}{variables} | {peer} |"
 
 
 _MAN_HEAD = """\

@@ -389,15 +389,15 @@ def goodput(history: History) -> Goodput:
     has_worked = False
     for generation in history.generations:
         walk.workers = generation.world_size or walk.workers
+        begun_s = generation.trains_s if knows_steps else generation.forked_s
         if has_worked:
             walk.to(Stage.RENDEZVOUS, generation.sealed_s)
             walk.to(Stage.SPAWN, known_or(generation.ready_s, generation.forked_s))
             if knows_steps:
                 walk.to(Stage.RESTORE, known_or(generation.trains_s, generation.ends_s))
         else:
-            begun_s = generation.trains_s if knows_steps else generation.forked_s
             walk.to(Stage.START_UP, known_or(begun_s, generation.ends_s))
-        works = not math.isnan(generation.trains_s if knows_steps else generation.forked_s)
+        works = not math.isnan(begun_s)
         if works and knows_steps:
             walk.train(generation)
         elif works:

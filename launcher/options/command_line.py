@@ -101,7 +101,7 @@ class Option(click.Option):
 
     `metavar` is empty for a switch. `peer` is the option's name in torchrun, true where it is the same. `no_effect` is
     why the option changes nothing here, in short. `environment` are variables read after the `PET_` ones. `name` is
-    click's: with underscores.
+    click's: with underscores. Its help ends with `default_text`, in brackets.
     """
 
     def __init__(
@@ -120,9 +120,8 @@ class Option(click.Option):
         environment: tuple[str, ...] = (),
         **more: Any,
     ) -> None:
-        self.long, self.short, self.group = name, short, group
+        self.long, self.short, self.group, self.no_effect = name, short, group, no_effect
         self.peer = name if peer is True else peer or None
-        self.default_text, self.no_effect = default_text, no_effect
         self.names = (name,) if self.peer in (None, name) else (name, str(self.peer))
         self.variables = tuple(f"PET_{each.replace('-', '_').upper()}" for each in self.names) + environment
         super().__init__(
@@ -131,7 +130,7 @@ class Option(click.Option):
             is_flag=True if not metavar else None,
             default=False if default is None and not metavar else default,
             type=_Checked(convert or (values.text if metavar else values.switch)),
-            help=help,
+            help=f"{help} [{default_text}]" if default_text else help,
             **more,
         )
 

@@ -157,16 +157,11 @@ def help_text() -> str:
     """Groups in order, one line for each option, then the settings that have an effect."""
     parts = [_HEAD]
     for group in Group:
-        lines = [_line(option) for option in TABLE if option.group is group]
+        lines = [f"  {each.usage:<{_COLUMN}} {each.help}" for each in TABLE if each.group is group]
         parts.append("\n".join([f"{group.value}:", *lines, ""]))
     settings = [f"  {', '.join(each.names):<{_COLUMN}} {each.help}" for each in SETTINGS if not each.no_effect]
     parts.append("\n".join(["Settings of --rdzv-conf, for several nodes:", *settings, ""]))
     return "\n".join([*parts, _FOOT]).rstrip("\n")
-
-
-def _line(option: Option) -> str:
-    default = f" [{option.default_text}]" if option.default_text else ""
-    return f"  {option.usage:<{_COLUMN}} {option.help}{default}"
 
 
 class _Run(JobCommand):
