@@ -131,7 +131,7 @@ def train_in_group(
             lambda model: parallel.warm_up(*windows.dummy(), model),
             wrap=functools.partial(in_ddp, device=device, hook=config.comm_hook),
             folder=run.path / "tuning",
-            say=log,
+            log=log,
         )
 
     # Restores the newest state from any source, and keeps it from now on.
@@ -147,12 +147,12 @@ def train_in_group(
             warm_up=warm_up,
             # config.yaml identifies the training.
             name="gpt",
-            say=log if place.leads else None,
+            log=log if place.leads else None,
         ) as keeper,
         recorder.begin(keeper, windows.order),
     ):
         log(opening(config, corpus, place, run, parameters, keeper.step))
-        for step in profiled(keeper.steps(config.steps), config.profile, folder=run.profile, say=log):
+        for step in profiled(keeper.steps(config.steps), config.profile, folder=run.profile, log=log):
             # At the beginning of the step: a restart, which repeats the step, evaluates again.
             is_due = config.eval_every is not None and (step - 1) % config.eval_every == 0
             held_out = held_out_loss(parallel, windows) if is_due else None

@@ -152,7 +152,7 @@ def tune(
     wrap: Wrap = DistributedDataParallel,
     group: dist.ProcessGroup | None = None,
     folder: str | os.PathLike[str] = "tuning",
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> DistributedDataParallel:
     """The module in DDP, with the size of buckets that was measured to be the fastest.
 
@@ -161,12 +161,12 @@ def tune(
     called for each size, on the ranks of `group` (all). A choice that is stored in `folder`, on rank 0's node, is used
     without measuring. Tuning never chooses what is slower than DDP's default.
 
-    `say` is called with log lines on rank 0. Raises ValueError where a pass trains, or DDP changes the module.
+    `log` is called with log lines on rank 0. Raises ValueError where a pass trains, or DDP changes the module.
     """
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()):
         raise ValueError("optimizers run in the backward pass of this model, so measured passes would train it")
     peers = Peers(group)
-    log = (say or partial(print, file=sys.stderr, flush=True)) if peers.leads else lambda _: None
+    log = (log or partial(print, file=sys.stderr, flush=True)) if peers.leads else lambda _: None
     try:
         if peers.world_size == 1:
             log("nothing to tune: there is one worker")

@@ -60,7 +60,7 @@ class Form:
             # With three ranks and more DDP sums in another order before it has seen a backward pass.
             warm_up=(lambda: self.loss(torch.zeros(4, 8)).backward()) if name == "ddp" else None,
             name=name,
-            say=LOGGED.append,
+            log=LOGGED.append,
         )
 
 

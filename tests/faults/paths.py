@@ -162,7 +162,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     logged: list[str] = []
     warm_up = lambda: model(torch.zeros(4, WIDTH)).sum().backward()  # noqa: E731
-    keeper = Keeper(model, optimizer, per_rank=(), warm_up=warm_up, say=logged.append, **OPTIONS)
+    keeper = Keeper(model, optimizer, per_rank=(), warm_up=warm_up, log=logged.append, **OPTIONS)
     plant_at_starts()
     plant_in_looks()
     plant_in_copies()

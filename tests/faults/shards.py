@@ -148,7 +148,7 @@ def main() -> None:
         return {"logged": new, "loaded": loaded, **done, "digest": digest(model, optimizer)}
 
     place = os.environ.get("CHECKPOINTS", str(FOLDER / "checkpoints"))
-    store = Checkpoints(place, generation=GENERATION, say=logged.append, keep=2)
+    store = Checkpoints(place, generation=GENERATION, log=logged.append, keep=2)
     actions = iter(ACTIONS)
     for action in actions:
         match action:
@@ -170,7 +170,7 @@ def main() -> None:
                 at(next(actions), int(next(actions)))
             case "in":
                 store.wait()
-                store = Checkpoints(f"{place}/{next(actions)}", generation=GENERATION, say=logged.append, keep=2)
+                store = Checkpoints(f"{place}/{next(actions)}", generation=GENERATION, log=logged.append, keep=2)
             case "note":
                 notes.append(noted())
                 print(json.dumps(notes[-1]), flush=True)

@@ -41,7 +41,7 @@ def train(folder=None):
     torch.manual_seed(rank)
     if folder:
         warm_up = lambda model: model(torch.randn(4, 256)).square().mean().backward()
-        model = tune(module, warm_up, wrap=wrap, folder=Path(folder), say=logged.append)
+        model = tune(module, warm_up, wrap=wrap, folder=Path(folder), log=logged.append)
     else:
         model = DistributedDataParallel(module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -37,7 +37,7 @@ KEPT = 3
 class Checkpoints:
     """The checkpoints of one job in `directory`, which rank 0 makes, or below a URL (`s3://bucket/run`).
 
-    `generation` is the job's (`ELAUNCH_GENERATION`, else the restart count). `say` logs a sentence, on rank 0. `group`
+    `generation` is the job's (`ELAUNCH_GENERATION`, else the restart count). `log` logs a sentence, on rank 0. `group`
     are the ranks that have the state, by default all of the job. `failure` is what was logged on rank 0 if the newest
     one failed. At most one is being written: `save_async` waits for the one before. `require_ours` is called before
     each is published, and raises OSError if the directory belongs to another job by now.
@@ -49,7 +49,7 @@ class Checkpoints:
         *,
         generation: int,
         keep: int = KEPT,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
         group: dist.ProcessGroup | Peers | None = None,
         require_ours: Callable[[], None] = lambda: None,
     ) -> None:
@@ -58,7 +58,7 @@ class Checkpoints:
         self.storage = storage_at(directory)
         self.failure = ""
         self._last_logged = ""
-        self._keep, self._log, self._require_ours = keep, say, require_ours
+        self._keep, self._log, self._require_ours = keep, log, require_ours
         self._ranks = group if isinstance(group, Peers) else Peers(group)
         # The generation to save under, and the marks that are taken.
         self._fence = generation

@@ -61,7 +61,7 @@ class DiskCopies:
             self._claim = self._claimed(storage, name, Path(folder, f"{name}.job") if folder else None)
             ours = self._claim.require
             self._checkpoints = Checkpoints(
-                storage, generation=generation, keep=kept, say=log, group=peers, require_ours=ours
+                storage, generation=generation, keep=kept, log=log, group=peers, require_ours=ours
             )
             self._require_writable(storage)
             if training.is_in_parts and storage.is_local and not generation:

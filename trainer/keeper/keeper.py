@@ -63,7 +63,7 @@ class Keeper:
     replicated tensors, and raise Differs if a copy is damaged. `warm_up` does one forward and backward pass on any data
     of the right shape, and is called as often as DDP needs; without it, a resumed run of three or more workers is not
     bit for bit equal to a run without failures.
-    `name` distinguishes several training runs of one program. `say` takes log messages.
+    `name` distinguishes several training runs of one program. `log` takes log messages.
 
     All ranks create and enter it, after `init_process_group`; without a process group it keeps a single process.
     Leaving it raises NotDurable if the last checkpoint cannot be written for a minute.
@@ -86,7 +86,7 @@ class Keeper:
         verify_every: int | None = None,
         warm_up: Callable[[], object] | None = None,
         name: str = UNNAMED,
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
         **old: int | None,
     ) -> None:
         lose_at_most = replaced_options(old, lose_at_most)
@@ -108,7 +108,7 @@ class Keeper:
         self._storage = None if checkpoints is None else storage_at(checkpoints)
         self._checkpoint_every, self._verify_every, self._keep = checkpoint_every, verify_every, keep
         self._lose_at_most = lose_at_most
-        self._warm_up, self._name, self._log = warm_up, name, say or _to_stderr
+        self._warm_up, self._name, self._log = warm_up, name, log or _to_stderr
         self._pid = os.getpid()
         self._state = GuardedState(self._training, self._place.generation, self._rehearsal)
         self._has_stopped = self._is_entered = self._is_open = False

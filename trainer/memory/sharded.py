@@ -1,6 +1,6 @@
 """Snapshots of a sharded state in the memory of the nodes. Two nodes hold each part.
 
-    memory = ShardedMemory(folder, say=log, generation=generation)
+    memory = ShardedMemory(folder, log=log, generation=generation)
     found = restore(memory.load, model, optimizer, rest)   # its Version, or None if nothing is complete
     memory.save(step, {**rest, **state_of(model, optimizer)})   # every k steps
 
@@ -52,7 +52,7 @@ _LAYOUT = bytes(16)
 class ShardedMemory:
     """The snapshots of one job in `folder`, a directory in shared memory that all ranks of a node use.
 
-    `generation` is the job's. `group` are the ranks that have the state, by default all of the job. `say` gets log
+    `generation` is the job's. `group` are the ranks that have the state, by default all of the job. `log` gets log
     messages. `copy_s` is how long the last `copy` stopped the training.
     """
 
@@ -60,13 +60,13 @@ class ShardedMemory:
         self,
         folder: str | Path,
         group: dist.ProcessGroup | Peers | None = None,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
         *,
         generation: int,
     ) -> None:
         self.folder = Path(folder)
         self.copy_s = 0.0
-        self._log, self._generation = say, generation
+        self._log, self._generation = log, generation
         self._peers = group if isinstance(group, Peers) else Peers(group)
         self._nodes = self._peers.all_gather(node_of(self.folder))
         self._node = self._nodes[self._peers.rank]
@@ -77,7 +77,7 @@ class ShardedMemory:
         self._is_alone = len(set(self._nodes)) == 1
         self._copy_slots = self._slots if self._is_alone else self._slots_of(self._peers.rank, (2, 3))
         loss = "a lost node goes back to the last checkpoint"
-        self._mirror = Mirror(self._peers, self._nodes, self._slots_of, say, loss=loss)
+        self._mirror = Mirror(self._peers, self._nodes, self._slots_of, log, loss=loss)
         self._cutter = Cutter(has_common=self._reports)
         self._signature = ""
         # The parts in this rank's piece, and the digest of the parts of all ranks together.

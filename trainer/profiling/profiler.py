@@ -42,19 +42,19 @@ _TROUBLES_MAX = 8
 
 
 def profiled(
-    steps: Iterable[Item], which: str | None, *, folder: str | os.PathLike[str] = "profile", say: Log | None = None
+    steps: Iterable[Item], which: str | None, *, folder: str | os.PathLike[str] = "profile", log: Log | None = None
 ) -> Iterator[Item]:
     """The items of `steps`, one for each step of a training; those in `which` are profiled.
 
     An int item is its step's number, as the Keeper's are; others are counted from 1. `which` is `"3"` for three steps
     after the warm-up, `"10-12"` for these; without it this costs nothing. All ranks must profile the same steps. Each
-    rank's trace goes to the generation's folder in --log-dir, or below `folder`. Rank 0 passes their table to `say` (by
+    rank's trace goes to the generation's folder in --log-dir, or below `folder`. Rank 0 passes their table to `log` (by
     default to stderr). No error of it ends a training. Raises ValueError for an invalid `which`.
     """
     if which is None:
         return iter(steps)
     # An invalid `which` is rejected here, not at the first step.
-    return _profiled(steps, Profiler(which, folder=folder, log=say))
+    return _profiled(steps, Profiler(which, folder=folder, log=log))
 
 
 def _profiled(steps: Iterable[Item], profiler: Profiler) -> Iterator[Item]:

@@ -26,7 +26,7 @@ def fail() -> None:
 
 def trained(model: Any, optimizer: Any, steps: int, loss: Callable[[], Tensor] | None = None, **options: Any) -> Keeper:
     """A Keeper after a training of so many steps, each with a backward pass from `loss` if that is given."""
-    keeper = Keeper(model, optimizer, **{"lose_at_most": 1, "per_rank": (), "say": lambda _: None, **options})
+    keeper = Keeper(model, optimizer, **{"lose_at_most": 1, "per_rank": (), "log": lambda _: None, **options})
     with keeper:
         for _ in keeper.steps(steps):
             if loss is not None:

@@ -123,7 +123,7 @@ RESULT = SearchResult(5.0, 0.472, 0.291, passes=43, spent_s=18.24, reason="it wo
 def test_with_one_worker_nothing_is_tuned(group: None) -> None:
     logged: list[str] = []
 
-    assert isinstance(tune(nn.Linear(1, 1), lambda _: None, say=logged.append), DistributedDataParallel)
+    assert isinstance(tune(nn.Linear(1, 1), lambda _: None, log=logged.append), DistributedDataParallel)
 
     assert logged == ["nothing to tune: there is one worker"]
 

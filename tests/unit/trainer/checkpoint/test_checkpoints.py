@@ -30,13 +30,13 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def save(folder: Path, generation: int, step: int, state: dict[str, Any] | None = None, **options: Any) -> Path:
-    Checkpoints(folder, generation=generation, say=pytest.fail, **options).save(step, state or state_of(step))
+    Checkpoints(folder, generation=generation, log=pytest.fail, **options).save(step, state or state_of(step))
     return folder / storage_at(folder).found()[-1][1].name
 
 
 def newest_step(folder: Path, logged: list[str] | None = None) -> int:
     state: dict[str, Any] = {}
-    Checkpoints(folder, generation=0, say=pytest.fail if logged is None else logged.append).load_newest(state)
+    Checkpoints(folder, generation=0, log=pytest.fail if logged is None else logged.append).load_newest(state)
     return int(state.get("step", 0))
 
 
@@ -55,7 +55,7 @@ def test_what_was_saved_comes_back_in_place_and_in_kind(tmp_path: Path) -> None:
     weights = torch.zeros(50, 40)
     state = {"model": {"w": weights}}
 
-    mark = Checkpoints(tmp_path, generation=0, say=pytest.fail).load_newest(state)
+    mark = Checkpoints(tmp_path, generation=0, log=pytest.fail).load_newest(state)
 
     assert mark == Mark(0, 7)
     assert state["model"]["w"] is weights
@@ -90,7 +90,7 @@ def test_torchs_own_tools_read_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_newer_generation_wins_over_a_stale_groups_later_step(tmp_path: Path) -> None:
-    stale = Checkpoints(tmp_path, generation=1, say=pytest.fail)
+    stale = Checkpoints(tmp_path, generation=1, log=pytest.fail)
     save(tmp_path, 2, 50)
     stale.save(90, state_of(90))
 
@@ -100,7 +100,7 @@ def test_a_newer_generation_wins_over_a_stale_groups_later_step(tmp_path: Path) 
 def test_a_job_started_anew_saves_under_a_generation_that_wins(tmp_path: Path) -> None:
     save(tmp_path, 5, 50)
 
-    Checkpoints(tmp_path, generation=0, say=pytest.fail).save(51, state_of(51))
+    Checkpoints(tmp_path, generation=0, log=pytest.fail).save(51, state_of(51))
 
     assert newest_step(tmp_path) == 51
     assert marks(tmp_path) == [Mark(5, 50), Mark(5, 51)]
@@ -111,7 +111,7 @@ def test_a_step_that_is_computed_again_has_a_newer_checkpoint(tmp_path: Path) ->
     save(tmp_path, 0, 1, {"step": 1, "again": True})
 
     state: dict[str, Any] = {}
-    Checkpoints(tmp_path, generation=0, say=pytest.fail).load_newest(state)
+    Checkpoints(tmp_path, generation=0, log=pytest.fail).load_newest(state)
     assert state == {"step": 1, "again": True}
     assert marks(tmp_path) == [Mark(0, 1), Mark(1, 1)]
 
@@ -212,7 +212,7 @@ def test_nothing_begins_anew_while_a_checkpoint_may_be_whole(tmp_path: Path, mon
     state = {"model": {"w": torch.zeros(50, 40)}}
 
     with pytest.raises(Unreadable, match=f"{paths[1]} cannot be read .*Stale file handle.*does not start over"):
-        Checkpoints(tmp_path, generation=0, say=lambda _: None).load_newest(state)
+        Checkpoints(tmp_path, generation=0, log=lambda _: None).load_newest(state)
 
     assert list(state) == ["model"]
     assert not state["model"]["w"].any()
@@ -232,7 +232,7 @@ def test_another_models_checkpoint_is_refused_and_left_where_it_is(
     save(tmp_path, 0, 1, {"w": torch.ones(3)})
 
     with pytest.raises(ValueError, match=reason):
-        Checkpoints(tmp_path, generation=0, say=pytest.fail).load_newest(state)
+        Checkpoints(tmp_path, generation=0, log=pytest.fail).load_newest(state)
 
     assert marks(tmp_path) == [Mark(0, 1)]
 
@@ -247,7 +247,7 @@ def test_another_models_checkpoint_is_refused_and_left_where_it_is(
 )
 def test_what_could_not_be_read_back_is_refused_at_once(tmp_path: Path, state: dict[str, Any], reason: str) -> None:
     with pytest.raises(TypeError, match=reason):
-        Checkpoints(tmp_path, generation=0, say=pytest.fail).save_async(1, state)
+        Checkpoints(tmp_path, generation=0, log=pytest.fail).save_async(1, state)
 
 
 def test_what_changes_after_save_async_is_not_in_the_checkpoint(
@@ -257,7 +257,7 @@ def test_what_changes_after_save_async_is_not_in_the_checkpoint(
     real = writing.write
     monkeypatch.setattr(writing, "write", lambda *given: changed.wait(DEADLINE_S) and real(*given))
     weights = torch.ones(3)
-    checkpoints = Checkpoints(tmp_path, generation=0, say=pytest.fail)
+    checkpoints = Checkpoints(tmp_path, generation=0, log=pytest.fail)
 
     checkpoints.save_async(1, {"w": weights})
     weights.zero_()
@@ -272,7 +272,7 @@ def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[str] = []
-    checkpoints = Checkpoints(tmp_path, generation=0, say=logged.append)
+    checkpoints = Checkpoints(tmp_path, generation=0, log=logged.append)
     checkpoints.save(1, state_of(1))
 
     def full(descriptor: int) -> None:

@@ -44,7 +44,7 @@ def in_time() -> Iterator[None]:
 def newest_step(folder: Path, logged: list[str]) -> int:
     state = state_of(0)
     with in_time():
-        Checkpoints(folder, generation=0, say=logged.append).load_newest(state)
+        Checkpoints(folder, generation=0, log=logged.append).load_newest(state)
     return int(state["step"])
 
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_no_rank_would_read_is_not_published(tmp_path: Path, m
     monkeypatch.setattr(writing, "LAYOUT_BYTES_MAX", 100)
     logged: list[str] = []
 
-    Checkpoints(tmp_path, generation=0, say=logged.append).save(2, state_of(2))
+    Checkpoints(tmp_path, generation=0, log=logged.append).save(2, state_of(2))
 
     assert "could not be written: tensors.json has" in logged[0]
     assert storage.marks(tmp_path) == [Mark(0, 1)]
@@ -190,7 +190,7 @@ def test_an_object_that_is_too_large_is_not_fetched(monkeypatch: pytest.MonkeyPa
 
     url = "memory://bucket/too-large"
     for step in (1, 2):
-        Checkpoints(url, generation=0, say=pytest.fail).save(step, state_of(step))
+        Checkpoints(url, generation=0, log=pytest.fail).save(step, state_of(step))
     newest = storage.storage_at(url).found()[-1][1]
     padding = newest.read(storage.MANIFEST, 1 << 20) + b" " * 10_000
     newest.write(storage.MANIFEST, padding)
@@ -206,7 +206,7 @@ def test_an_object_that_is_too_large_is_not_fetched(monkeypatch: pytest.MonkeyPa
     logged: list[str] = []
     state = state_of(0)
 
-    Checkpoints(url, generation=0, say=logged.append).load_newest(state)
+    Checkpoints(url, generation=0, log=logged.append).load_newest(state)
 
     assert state["step"] == 1
     assert "more than the limit of 9,000" in logged[0]

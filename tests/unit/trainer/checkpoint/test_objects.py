@@ -46,7 +46,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 def opened(url: Url, generation: int = 0, log: Callable[[str], None] = pytest.fail, **options: Any) -> Checkpoints:
     """Open the checkpoints as the job's next start does, without earlier listings of this process."""
-    return Checkpoints(Storage(ObjectFiles(url)), generation=generation, say=log, **options)
+    return Checkpoints(Storage(ObjectFiles(url)), generation=generation, log=log, **options)
 
 
 def saved(url: Url, generation: int, step: int) -> str:

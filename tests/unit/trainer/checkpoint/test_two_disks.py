@@ -29,7 +29,7 @@ def on_both(act: Callable[[ThreadPeers], Any]) -> list[Any]:
 
 def saved(folder: Path, step: int) -> None:
     state = {"step": step, "w": torch.full((3,), float(step))}
-    Checkpoints(folder, generation=0, say=pytest.fail).save(step, state)
+    Checkpoints(folder, generation=0, log=pytest.fail).save(step, state)
 
 
 def loaded(disks: list[Path]) -> list[Any]:
@@ -37,7 +37,7 @@ def loaded(disks: list[Path]) -> list[Any]:
 
     def load(peers: ThreadPeers) -> tuple[int, list[float]]:
         state: dict[str, Any] = {"w": torch.zeros(3)}
-        Checkpoints(disks[peers.rank], generation=0, say=pytest.fail, group=peers).load_newest(state)
+        Checkpoints(disks[peers.rank], generation=0, log=pytest.fail, group=peers).load_newest(state)
         return state["step"], state["w"].tolist()
 
     return on_both(load)
@@ -56,7 +56,7 @@ def test_a_replicated_state_goes_to_rank_0s_disk_alone(tmp_path: Path) -> None:
     disks = [tmp_path / "a", tmp_path / "b"]
 
     def save(peers: ThreadPeers) -> None:
-        Checkpoints(disks[peers.rank], generation=0, say=pytest.fail, group=peers).save(
+        Checkpoints(disks[peers.rank], generation=0, log=pytest.fail, group=peers).save(
             5, {"step": 5, "w": torch.ones(3)}
         )
 
@@ -100,7 +100,7 @@ def test_a_part_of_a_sharded_state_that_rank_0_does_not_see_is_logged_and_left_n
 
     def save(peers: ThreadPeers) -> None:
         state = {"moments": PerRank({f"w{peers.rank}": {"m": torch.ones(3)}})}
-        Checkpoints(disks[peers.rank], generation=0, say=logged.append, group=peers).save(5, state)
+        Checkpoints(disks[peers.rank], generation=0, log=logged.append, group=peers).save(5, state)
 
     assert on_both(save) == [None, None]
 

@@ -153,7 +153,7 @@ def test_a_state_that_cannot_be_saved_after_a_failure_makes_no_one_wait(
 def trained(model: nn.Module, optimizer: Any, fails_in: int, **options: Any) -> list[int]:
     """Train until a peer fails in that step. Returns the step that the rank then reports as saved."""
     steps: list[int] = []
-    with Keeper(model, optimizer, per_rank=(), say=lambda text: None, **options) as keeper:
+    with Keeper(model, optimizer, per_rank=(), log=lambda text: None, **options) as keeper:
         for step in keeper.steps(fails_in):
             if step == fails_in:
                 # As the link's thread does while this one waits for the dead peer.

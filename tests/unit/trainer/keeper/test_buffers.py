@@ -171,7 +171,7 @@ def test_a_checkpoint_is_better_than_a_newer_state_whose_buffers_are_lost(
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     logged: list[str] = []
 
-    assert_same(train(form, 8, **checkpoints, say=logged.append), calm)
+    assert_same(train(form, 8, **checkpoints, log=logged.append), calm)
     assert len(logged) == 1
     assert logged[0].startswith(f"restored step 3 from the checkpoint in {tmp_path / 'c'}; 2 steps are repeated")
 

@@ -39,7 +39,7 @@ class Program:
         self.logged: list[str] = []
 
     def run(self, steps: int = 6, **kept: Any) -> str:
-        with Keeper(self.model, self.optimizer, say=self.logged.append, **{"per_rank": (), **kept}) as keeper:
+        with Keeper(self.model, self.optimizer, log=self.logged.append, **{"per_rank": (), **kept}) as keeper:
             for step in keeper.steps(steps):
                 self.begins(step)
                 self.model.train()

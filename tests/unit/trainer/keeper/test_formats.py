@@ -117,7 +117,7 @@ def test_the_restored_optimizer_shares_no_memory_with_the_copy(monkeypatch: pyte
     kept = bits(optimizer.state[model.weight]["exp_avg"])
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
-    keeper = Keeper(model, torch.optim.AdamW(model.parameters()), per_rank=(), lose_at_most=1, say=lambda _: None)
+    keeper = Keeper(model, torch.optim.AdamW(model.parameters()), per_rank=(), lose_at_most=1, log=lambda _: None)
     with keeper:
         restored = keeper._training.optimizers[0].state[model.weight]
         for path in memory.glob("training.state-*"):

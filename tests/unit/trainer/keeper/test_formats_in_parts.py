@@ -79,7 +79,7 @@ def test_a_gradient_that_a_commit_leaves_is_refused_with_fsdp_too(leaves: bool) 
     model: Any = fully_shard(nn.Linear(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     refused = pytest.raises(RuntimeError, match="`weight` and 1 more were still there after the commit of step 1")
-    keeper = Keeper(model, optimizer, per_rank=(), say=lambda _: None)
+    keeper = Keeper(model, optimizer, per_rank=(), log=lambda _: None)
 
     with refused if leaves else nullcontext(), keeper:
         for _ in keeper.steps(3):
@@ -115,7 +115,7 @@ def test_a_restore_that_fails_deletes_nothing_that_is_good(in_parts: bool, monke
         layer: Any = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
         model = fully_shard(layer) if in_parts else layer
         loss = lambda: model(torch.randn(4, 5)).pow(2).sum()  # noqa: E731
-        trained(model, torch.optim.AdamW(model.parameters()), steps, loss, extra=Unwilling(), say=logged.append)
+        trained(model, torch.optim.AdamW(model.parameters()), steps, loss, extra=Unwilling(), log=logged.append)
 
     train(3)
     monkeypatch.setattr(Unwilling, "fails", True)

@@ -115,7 +115,7 @@ def restored() -> int:
 def kept(generation: int) -> Keeper:
     os.environ["ELAUNCH_GENERATION"] = str(generation)
     model = nn.Linear(1, 1)
-    options: dict[str, Any] = {"lose_at_most": 1, "per_rank": (), "say": lambda text: None}
+    options: dict[str, Any] = {"lose_at_most": 1, "per_rank": (), "log": lambda text: None}
     return Keeper(model, torch.optim.SGD(model.parameters()), hook_state=Feedback(), **options)
 
 

@@ -44,7 +44,7 @@ def test_a_tensor_that_the_program_updates_by_its_own_name_continues(
         (group,) = optimizer.param_groups
         folder = {"checkpoints": tmp_path / "c"} if where == "checkpoint" else {}
         extra = FORMS[form](ema)
-        with Keeper(model, optimizer, extra=extra, per_rank=(), say=lambda _: None, **folder) as keeper:
+        with Keeper(model, optimizer, extra=extra, per_rank=(), log=lambda _: None, **folder) as keeper:
             for step in keeper.steps(steps):
                 with keeper.commit():
                     ema += step
@@ -69,7 +69,7 @@ def test_the_models_own_tensors_in_extra_do_not_get_what_took_their_place(monkey
         model = nn.Linear(2, 1)
         extra: dict[str, Any] = {"best": model.state_dict()}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Keeper(model, optimizer, extra=extra, per_rank=(), say=lambda _: None) as keeper:
+        with Keeper(model, optimizer, extra=extra, per_rank=(), log=lambda _: None) as keeper:
             for step in keeper.steps(steps):
                 with keeper.commit(), torch.no_grad():
                     model.weight.fill_(step)
@@ -134,7 +134,7 @@ def test_a_wrapper_of_an_optimizer_continues_with_its_groups(monkeypatch: pytest
         model = nn.Linear(2, 1).to(torch.bfloat16)
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer = Wrapper(inner)
-        with Keeper(model, optimizer, per_rank=(), say=lambda _: None) as keeper:
+        with Keeper(model, optimizer, per_rank=(), log=lambda _: None) as keeper:
             for step in keeper.steps(steps):
                 model(torch.ones(1, 2).bfloat16()).sum().backward()
                 with keeper.commit():

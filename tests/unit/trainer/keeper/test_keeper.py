@@ -54,7 +54,7 @@ class Job:
             scheduler=self.scheduler,
             extra=self.extra,
             warm_up=lambda: self.model(torch.zeros(2, 4)).sum().backward(),
-            **{"lose_at_most": 1, "say": self.logged.append, **options},
+            **{"lose_at_most": 1, "log": self.logged.append, **options},
         )
 
     def train(self, steps: int, at: dict[int, Callable[[], object]] | None = None) -> list[float]:
@@ -245,7 +245,7 @@ def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
     tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails(lambda: Job(checkpoints=tmp_path / "c").train(5, {4: fail}))
-    newer = Checkpoints(tmp_path / "c", generation=0, say=pytest.fail)
+    newer = Checkpoints(tmp_path / "c", generation=0, log=pytest.fail)
     newer.save(9, {"model": {}})
 
     def unreadable(self: LocalFiles, name: str) -> None:

@@ -35,7 +35,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.logged: list[str] = []
         self.keeper = Keeper(
-            self.model, self.optimizer, **{"lose_at_most": 1, "per_rank": (), "say": self.logged.append, **options}
+            self.model, self.optimizer, **{"lose_at_most": 1, "per_rank": (), "log": self.logged.append, **options}
         )
         self.losses: dict[int, float] = {}
 
@@ -258,7 +258,7 @@ def test_an_evaluation_in_a_loop_with_hooks_changes_no_step_also_if_it_is_cut_of
             set_epoch=lambda epoch: None,
             name=name,
             lose_at_most=1,
-            say=lambda logged: None,
+            log=lambda logged: None,
         )
         with kept:
             for epoch in kept.epochs(2):

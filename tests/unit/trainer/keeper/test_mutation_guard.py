@@ -135,7 +135,7 @@ class Job:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.logged: list[str] = []
         self.keeper = Keeper(
-            self.model, self.optimizer, **{"lose_at_most": 1, "say": self.logged.append, "per_rank": (), **options}
+            self.model, self.optimizer, **{"lose_at_most": 1, "log": self.logged.append, "per_rank": (), **options}
         )
 
     def train(self, steps: int, *, changes_after: tuple[int, ...] = (), fails_in: int = 0) -> None:

@@ -32,7 +32,7 @@ class Loop:
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizers[0], [3, 6])
         self.logged: list[str] = []
         # The loaders of other tests may still be there.
-        options = {"scheduler": self.scheduler, "lose_at_most": 1, "per_rank": (), "say": self.logged.append, **options}
+        options = {"scheduler": self.scheduler, "lose_at_most": 1, "per_rank": (), "log": self.logged.append, **options}
         self.keeper = Keeper(self.model, self.optimizers, **options)
         self.losses: dict[int, float] = {}
 

@@ -43,7 +43,7 @@ class Job:
         self.generator, self.packer = torch.Generator().manual_seed(4), Packer()
         self.logged: list[str] = []
         per_rank = [self.batches, self.generator, self.packer]
-        defaults: dict[str, Any] = {"lose_at_most": 1, "say": self.logged.append, "per_rank": per_rank}
+        defaults: dict[str, Any] = {"lose_at_most": 1, "log": self.logged.append, "per_rank": per_rank}
         self.keeper = Keeper(self.model, self.optimizer, **{**defaults, **options})
         self.seen: list[list[float]] = []
 

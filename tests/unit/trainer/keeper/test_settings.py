@@ -70,7 +70,7 @@ class Program:
 
     def run(self) -> Any:
         more: dict[str, Any] = {} if self.folder is None else {"checkpoints": self.folder, "checkpoint_every": 1}
-        more |= {"extra": self.extra, "per_rank": (), "say": self.logged.append}
+        more |= {"extra": self.extra, "per_rank": (), "log": self.logged.append}
         with Keeper(self.models, self.optimizers, **more) as keeper:
             for step in self.steps(keeper):
                 self.body(step)
@@ -351,7 +351,7 @@ def test_a_value_that_the_training_has_not_changed_is_the_programs_own(
 def test_a_replaced_module_without_a_state_is_named_once() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1), nn.ReLU())
     logged: list[str] = []
-    with Keeper(model, torch.optim.SGD(model.parameters()), per_rank=(), say=logged.append) as keeper:
+    with Keeper(model, torch.optim.SGD(model.parameters()), per_rank=(), log=logged.append) as keeper:
         for step in keeper.steps(8):
             if step in (3, 5):
                 model[1] = nn.Dropout(step / 10)
@@ -367,7 +367,7 @@ def test_after_the_first_commits_what_is_not_kept_is_refused_before_a_copy_or_a_
     lose_at_most: int, refused: str
 ) -> None:
     model = nn.Sequential(nn.Linear(1, 1))
-    options: dict[str, Any] = {"lose_at_most": lose_at_most, "per_rank": (), "say": lambda _: None}
+    options: dict[str, Any] = {"lose_at_most": lose_at_most, "per_rank": (), "log": lambda _: None}
 
     def train() -> None:
         with Keeper(model, torch.optim.SGD(model.parameters()), **options) as keeper:

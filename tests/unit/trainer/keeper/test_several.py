@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("memory")
 def keeper_of(model: Any, optimizer: Any = None, **options: Any) -> Keeper:
     models = model if isinstance(model, list) else [model]
     own = torch.optim.SGD([p for one in models for p in one.parameters()], lr=0.1, momentum=0.9)
-    return Keeper(model, optimizer or own, **{"lose_at_most": 1, "per_rank": (), "say": lambda _: None, **options})
+    return Keeper(model, optimizer or own, **{"lose_at_most": 1, "per_rank": (), "log": lambda _: None, **options})
 
 
 def test_a_second_keeper_of_a_name_that_is_entered_is_refused() -> None:
@@ -211,7 +211,7 @@ class Server:
         self.model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(self.model.weight, 100.0 * rank)
         self.logged: list[str] = []
-        self.keeper = keeper_of(self.model, say=self.logged.append, name="server")
+        self.keeper = keeper_of(self.model, log=self.logged.append, name="server")
 
     def train(self, steps: int, fails_in: int = 0) -> float:
         with self.keeper:

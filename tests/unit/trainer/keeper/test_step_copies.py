@@ -38,7 +38,7 @@ class Job:
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.logged: list[str] = []
         # The loaders of other tests may still be there.
-        options = {"lose_at_most": 0, "say": self.logged.append, "per_rank": (), **options}
+        options = {"lose_at_most": 0, "log": self.logged.append, "per_rank": (), **options}
         self.keeper = Keeper(self.model, self.optimizer, scheduler=self.scheduler, **options)
 
     def train(self, steps: int, fails_in: int = 0, evaluated: int = 0) -> list[Any]:

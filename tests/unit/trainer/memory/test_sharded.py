@@ -27,7 +27,7 @@ def test_a_snapshot_that_failed_is_written_over_and_the_one_before_stays(
         raise OSError("raised by the test")
 
     logged: list[str] = []
-    memory, state = ShardedMemory(tmp_path, say=logged.append, generation=0), {"w": torch.zeros(8)}
+    memory, state = ShardedMemory(tmp_path, log=logged.append, generation=0), {"w": torch.zeros(8)}
     memory.save(1, state)
     assert memory.wait()
     with monkeypatch.context() as patch:

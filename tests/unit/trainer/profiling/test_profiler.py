@@ -29,7 +29,7 @@ def run(steps: range, which: str, folder: Path) -> tuple[list[int], list[str]]:
     """The steps that a loop makes, and what is logged."""
     logged: list[str] = []
     made = []
-    for number in profiled(steps, which, folder=folder, say=logged.append):
+    for number in profiled(steps, which, folder=folder, log=logged.append):
         made.append(number)
         work()
     return made, logged
