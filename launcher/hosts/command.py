@@ -255,9 +255,10 @@ class _Job:
         threading.Thread(target=self._follow, args=(remote, message), daemon=True).start()
 
     def _follow(self, remote: _Remote, message: bytes) -> None:
-        """In a thread, since ssh may not read, and this process's reader may be slow.
+        """Send the job, and pass the process's output on until it has ended.
 
-        Send the job, and pass the process's output on until it has ended."""
+        In a thread, since ssh may not read, and the reader of this process may be slow.
+        """
         remote.send(message)
         pipes = {pipe.fileno(): fd for fd, pipe in ((1, remote.process.stdout), (2, remote.process.stderr)) if pipe}
         poll = select.poll()
