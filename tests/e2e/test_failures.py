@@ -135,6 +135,8 @@ rank, generation = int(os.environ["RANK"]), os.environ["ELAUNCH_GENERATION"]
 dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meet", rank=rank, world_size=2)
 dist.barrier()
 print(f"met in {generation}", flush=True)
+# Both have printed it.
+dist.barrier()
 if generation == "0" and rank == 1:
     os.kill(os.getpid(), 9)
 dist.barrier()
