@@ -84,7 +84,7 @@ def run_on_hosts(options: Options, environ: Mapping[str, str], log: Log) -> int:
     resolved = in_threads({host: partial(_is_here, host) for host in hosts}, _RESOLVE_S, "elaunch-resolve")
     here = {host for host, is_here in resolved.items() if is_here}
     # `exec` and plain words: sh, bash, zsh, fish and tcsh read it alike.
-    by_ssh = {host: [*ssh, *_SSH_OPTIONS, host.destination, f"exec {shlex.join(node)}"] for host in hosts}
+    by_ssh = {host: [*ssh, *_SSH_OPTIONS, host.name, f"exec {shlex.join(node)}"] for host in hosts}
     commands = by_ssh | dict.fromkeys(here, node)
     if options.dry_run:
         with suppress(BrokenPipeError):
@@ -120,8 +120,10 @@ def _hosts_of(options: Options) -> tuple[Host, ...]:
         return options.hosts
     try:
         return parse_hostfile(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--hostfile {path} {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise UsageError(f"--hostfile {path} cannot be read ({error.strerror}); give a file of hosts") from None
+    except ValueError as error:
+        raise UsageError(f"--hostfile {path} {error}") from None
 
 
 def _check(options: Options, count: int) -> None:
@@ -163,7 +165,7 @@ def _environment(options: Options, environ: Mapping[str, str], log: Log) -> dict
 def _is_here(host: Host) -> bool:
     # A name without an address may be one of ssh's configuration.
     with suppress(NoAddress):
-        return not host.user and owner_of(host.name) is Owner.THIS_HOST
+        return "@" not in host.name and owner_of(host.name) is Owner.THIS_HOST
     return False
 
 
@@ -216,7 +218,7 @@ class _Remote:
             why = f"exit code {self.process.returncode}: {self.last_line}".removesuffix(": ")
             what = f"{sys.executable} -m elaunch does not start there ({why})"
             way_out = "all hosts need the same environment at the same path"
-        return f"{what}; {way_out.format(self.host.destination)}"
+        return f"{what}; {way_out.format(self.host.name)}"
 
 
 def _message(**message: object) -> bytes:
@@ -421,6 +423,6 @@ def _head(remotes: Sequence[_Remote]) -> str:
     """The first host's address for the others: that to which ssh connected, or from which it connects to them."""
     first, replies = remotes[0], [each.reply or {} for each in remotes]
     if not first.is_here:
-        return replies[0].get("server", first.host.name)
+        return replies[0].get("server", first.host.name.rpartition("@")[2])
     found = [reply["client"] for reply in replies if "client" in reply and can_be_bound(reply["client"])]
     return next(iter([*found, *routable_addresses()]), first.host.name)

@@ -32,7 +32,7 @@ from elaunch.launcher.preflight import check_options
 
 
 def main() -> int:
-    """The exit code is the agent's. If a signal ended the agent, it ends this process too."""
+    """The exit code is the agent's. If a signal has killed the agent, SIGKILL ends this process: ssh has 255 then."""
     mark = sys.argv[1]
     job = _read()
     if job is None:
@@ -55,7 +55,7 @@ def main() -> int:
     threading.Thread(target=_pass_signals, args=(agent,), daemon=True).start()
     code = agent.wait()
     if code < 0:
-        os.kill(os.getpid(), -code)
+        os.kill(os.getpid(), signal.SIGKILL)
     return code
 
 

@@ -22,16 +22,10 @@ _HOST = re.compile(
 
 @dataclass(frozen=True)
 class Host:
-    """One host: its name for ssh, without brackets; the user to log in as, if not ssh's choice; workers, if given."""
+    """One host: its name for ssh, as USER@NAME if it has a user, and an address without brackets; workers, if given."""
 
     name: str
-    user: str = ""
     slots: int | None = None
-
-    @property
-    def destination(self) -> str:
-        """The host as ssh takes it."""
-        return f"{self.user}@{self.name}" if self.user else self.name
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
@@ -81,7 +75,7 @@ def _hosts(word: str, slots: str | None = None) -> Iterable[Host]:
         names = [name[1:-1]] if name.startswith("[") and ":" in name else expand(name)
     except ValueError as error:
         raise ValueError(f"has {word!r}, which {error}; {_HOW}") from None
-    return [Host(each, (match["user"] or "").removesuffix("@"), int(slots) if slots else None) for each in names]
+    return [Host((match["user"] or "") + each, int(slots) if slots else None) for each in names]
 
 
 def expand(text: str) -> list[str]:

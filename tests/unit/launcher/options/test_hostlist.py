@@ -15,7 +15,7 @@ from elaunch.launcher.options.hostlist import Host, parse_hostfile, parse_hosts
     [
         ("node0,node1:4", [Host("node0"), Host("node1", slots=4)]),
         ("n[08-10,12]:2", [Host(f"n{number}", slots=2) for number in ("08", "09", "10", "12")]),
-        ("me@gpu.example.com, 10.0.0.2:8", [Host("gpu.example.com", "me"), Host("10.0.0.2", slots=8)]),
+        ("me@gpu.example.com, 10.0.0.2:8", [Host("me@gpu.example.com"), Host("10.0.0.2", slots=8)]),
         ("[fe80::1%eth0]:2,[::1]", [Host("fe80::1%eth0", slots=2), Host("::1")]),
     ],
 )
