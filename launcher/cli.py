@@ -212,7 +212,7 @@ def _prepared(
     planned = plan(options, environ, read_secret, cluster)
     if options.run_id is None:
         options = replace(options, run_id=os.urandom(4).hex() if planned.plan.is_alone else UNNAMED)
-    config = agent_config(options, planned, environ, detect(environ))
+    config = agent_config(options, planned, environ, detect(environ, options.nproc_per_node))
     check_open_files(config.slots)
     if config.spec.program.is_on_stdin:
         take_program_from_stdin()

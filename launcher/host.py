@@ -44,7 +44,7 @@ class HostResources:
     """The resources of this host.
 
     `cpus` counts the logical CPUs in this process's affinity, `cores` the physical cores within its CPU quota.
-    `kinds` counts the GPUs of each of `KINDS`.
+    `kinds` has the number of GPUs of the requested one of `KINDS`.
     `columns` is the width of the terminal that shows this process's stdout and stderr, 0 without one.
     `python` is this process's interpreter. `python_options` are its options that workers inherit.
     """
@@ -58,8 +58,8 @@ class HostResources:
     kinds: Mapping[str, int] = field(default_factory=dict)
 
 
-def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
-    """Read the host's resources. Variables in `environ` may hide GPUs."""
+def detect(environ: Mapping[str, str], requested: int | str | None = None, root: Path = Path("/")) -> HostResources:
+    """Read the host's resources. Variables in `environ` may hide GPUs; `requested` may be one of `KINDS`."""
     allowed = os.sched_getaffinity(0)
     topology = root / "sys/devices/system/cpu"
     # Threads of one core have the same siblings.
@@ -72,7 +72,7 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
         python=sys.executable,
         python_options=interpreter_options(),
         columns=shutil.get_terminal_size().columns if is_one_terminal(1, 2) and can_move_cursor(1) else 0,
-        kinds={kind: len(visible(read_gpus(root, kind), environ)) for kind in KINDS},
+        kinds={kind: len(visible(read_gpus(root, kind), environ)) for kind in KINDS if kind == requested},
     )
 
 

@@ -134,7 +134,7 @@ def needed(options: Options, environ: Mapping[str, str], cluster: Cluster | None
         cluster = facts_of_job(options, cluster, environ)
         options = settle(options, cluster)
     planned = plan(options, environ, read_secret, cluster)
-    resources = detect(environ)
+    resources = detect(environ, options.nproc_per_node)
     workers = 1
     with suppress(UsageError):
         workers, _ = count_workers(options.nproc_per_node, resources, cluster)
