@@ -43,6 +43,19 @@ _STOPPED_ADVICE = (
 _PHASE_MAX = 100
 _ADVICE = "see where each rank is: the log has it above"
 
+# Orphans work if they use this share of a core, or move this many bytes a second. An upload that reads its file does; a
+# monitor that polls now and then (tensorboard, `nvidia-smi -l`) does not.
+_CPU_SHARE = 0.05
+_BYTES_PER_S = 10_000
+# Usage is compared over this long, so that a short wait for a server is not idleness.
+_WINDOW_S = 5.0
+# Processes that always work would keep the job's nodes for ever: all are killed after this many graces.
+_GRACES_MAX = 60
+# Many end with their workers within the first second, and are not worth a line.
+_SOON_S, _POLL_SOON_S, _POLL_S = 1.0, 0.1, 1.0
+_SHOWN_MAX = 4
+_COMMAND_MAX = 100
+
 
 class Observers:
     """Samples one generation's workers if hangs are to be detected, and takes their stacks on request.
@@ -232,20 +245,6 @@ def _last_report(link: Link) -> str:
     last = [f"step {link.step}"] if link.step >= 0 else []
     last += [f"its phase {link.phase[:_PHASE_MAX]!r}"] if link.phase else []
     return f"without a report since {', in '.join(last)}" if last else "without a report"
-
-
-# Orphans work if they use this share of a core, or move this many bytes a second. An upload that reads its file does; a
-# monitor that polls now and then (tensorboard, `nvidia-smi -l`) does not.
-_CPU_SHARE = 0.05
-_BYTES_PER_S = 10_000
-# Usage is compared over this long, so that a short wait for a server is not idleness.
-_WINDOW_S = 5.0
-# Processes that always work would keep the job's nodes for ever: all are killed after this many graces.
-_GRACES_MAX = 60
-# Many end with their workers within the first second, and are not worth a line.
-_SOON_S, _POLL_SOON_S, _POLL_S = 1.0, 0.1, 1.0
-_SHOWN_MAX = 4
-_COMMAND_MAX = 100
 
 
 class Orphans:
