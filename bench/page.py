@@ -111,8 +111,8 @@ _KILLED = (
     "k is the last step that any rank had completed. Steps lost are the steps up to k that had to be made again."
 )
 _PAIRS = (
-    f"{state.WORKERS} workers train a stack of linear layers with 64 samples each, in turns with the Keeper and\n"
-    "without. Each n is a pair of turns of 40 steps, or of as many as the Keeper leaves between two snapshots if\n"
+    f"{state.COST_WORKERS} workers train a stack of linear layers with 64 samples each, in turns with the Keeper and\n"
+    "without. Each n is a pair of turns of 100 steps, or of as many as the Keeper leaves between two snapshots if\n"
     "these are more. The cost includes snapshots, the records of each step, and the question whether to stop."
 )
 
