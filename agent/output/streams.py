@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import shutil
 import stat
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.agent.own_lines import can_move_cursor
+from elaunch.lines import split_lines, write_all
 
 TAIL_BYTES_MAX = 64 << 10
 # A person waits for a prompt, but a line is kept whole, even where its writer has to wait for a CPU: `print(a, b)`
@@ -27,8 +27,6 @@ _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 _MOVES = rb"(?:\x1b\[\d*[AGJK]|\x1b\[\?25[hl])*"
 _BETWEEN = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?!" + _MOVES + rb"\Z)" + _MOVES)
 _FIRST = re.compile(_MOVES)
-# A line longer than this is passed on in pieces: no buffer is without a bound.
-LINE_BYTES_MAX = 1 << 20
 # The mode of log files, less what the umask takes away. Output may show paths, arguments and data, so others may not
 # read it.
 MODE = 0o640
@@ -155,15 +153,6 @@ class LogFile:
 
     def _give_up(self, error: OSError) -> None:
         self._warn(f"{self._path} cannot be written ({error.strerror}); training continues without this log file")
-
-
-def split_lines(data: bytes) -> tuple[bytes, bytes]:
-    """`data` up to the end of its last whole line, and the rest; `\\r` ends a line too, so that progress bars move."""
-    # The \n of a \r\n may follow a \r at the end.
-    end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
-    if not end and len(data) > LINE_BYTES_MAX:
-        end = len(data)
-    return data[:end], data[end:]
 
 
 class ShownTracebacks:
@@ -360,14 +349,3 @@ def is_pipe(fd: int) -> bool:
 def is_one_pipe(one: int, other: int) -> bool:
     """Whether both descriptors are the same pipe."""
     return is_pipe(one) and os.path.samestat(os.fstat(one), os.fstat(other))
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Write all of `data`, and wait for a slow reader. Raises OSError if the reader is gone or the disk is full."""
-    rest = memoryview(data)
-    while rest:
-        try:
-            rest = rest[os.write(fd, rest) :]
-        except BlockingIOError:
-            # Another process has set the shared stdout to non-blocking. This thread can only wait.
-            select.select([], [fd], [])

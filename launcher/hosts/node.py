@@ -33,19 +33,14 @@ from elaunch.launcher.preflight import check_options
 
 def main() -> int:
     """The exit code is the agent's. If a signal has killed the agent, SIGKILL ends this process: ssh has 255 then."""
-    mark = sys.argv[1]
-    job = _read()
-    if job is None:
+    # "client's address, its port, server's address, its port"
+    ends = dict(zip(("client", "client_port", "server"), os.environ.get("SSH_CONNECTION", "").split(), strict=False))
+    if (job := _read()) is None:
         return 0
     refusal = _refusal(job)
-    # "client's address, its port, server's address, its port"
-    addresses = os.environ.get("SSH_CONNECTION", "").split()
-    ends = {"client": addresses[0], "server": addresses[2]} if len(addresses) == 4 else {}
     # The line before may lack its end.
-    sys.stdout.write(f"\n{mark} {json.dumps({'refusal': refusal, **ends})}\n")
-    sys.stdout.flush()
-    start = _read()
-    if refusal or start is None:
+    print(f"\n{sys.argv[1]} {json.dumps({'refusal': refusal, **ends})}", flush=True)
+    if refusal or (start := _read()) is None:
         return 0
     os.environ.update(start["environ"])
     command = [sys.executable, *interpreter_options(), "-m", "elaunch", *job["argv"]]
@@ -69,10 +64,11 @@ def _refusal(job: dict[str, Any]) -> str:
     """Why this host cannot take part in the job; empty if it can. The job's folder and environment are set."""
     if job["version"] != __version__:
         return f"has elaunch {__version__} in {sys.executable}, and {job['version']} starts the job; install the same"
+    folder = job["environ"]["PWD"]
     try:
-        os.chdir(job["folder"])
+        os.chdir(folder)
     except OSError as error:
-        return f"cannot enter the folder {job['folder']} ({error.strerror}); all hosts need it, as on a shared disk"
+        return f"cannot enter the folder {folder} ({error.strerror}); all hosts need it, as on a shared disk"
     os.environ.update(job["environ"])
     try:
         check_options(parse(job["argv"], os.environ), os.environ)

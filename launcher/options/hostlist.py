@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from elaunch.rendezvous.types import SLOTS_MAX
 
-_LIST = re.compile(r"([^][,]|\[[^][]+\])+(,([^][,]|\[[^][]+\])+)*")
+# A comma that is not in brackets.
+_COMMA = re.compile(r",(?![^][]*\])")
 _HOSTS_MAX = 1 << 16
 _HOW = "use HOST,HOST or HOST:WORKERS, as in node[0-3]:8"
 # A user's name before @, then a name, an address, or an IPv6 address in brackets; then the number of workers.
@@ -30,7 +30,7 @@ class Host:
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """The hosts of --hosts, in its order. Raises ValueError with the second half of a message."""
-    found = [host for word in re.split(r",(?![^][]*\])", text) for host in _hosts(word.strip())]
+    found = [host for word in _COMMA.split(text) for host in _hosts(word.strip())]
     names = [host.name for host in found]
     if double := next((name for name in names if names.count(name) > 1), ""):
         raise ValueError(f"has {double} twice; name each host once, with its number of workers as {double}:N")
@@ -43,39 +43,38 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
     Several lines of one host add up, as in Open MPI: each is one slot if it has no number. Raises ValueError with the
     second half of a message.
     """
-    by_name: dict[str, Host] = {}
+    totals: dict[str, int | None] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        word, *rest = line.partition("#")[0].split() or [""]
-        named = dict(each.partition("=")[::2] for each in rest)
+        if not (words := line.partition("#")[0].split()):
+            continue
+        slots = next((word[6:] for word in words[1:] if word.startswith("slots=")), None)
         try:
-            hosts = list(_hosts(word, named.get("slots"))) if word else []
-            if rest and any(host.slots is None for host in hosts):
+            hosts = _hosts(words[0] if slots is None else f"{words[0]}:{slots}")
+            if len(words) > 1 and hosts[0].slots is None:
                 raise ValueError("has no slots=N after the host; add it, or write only the host")
-            for host in hosts:
-                known = by_name.get(host.name)
-                total = (known.slots or 1) + (host.slots or 1) if known else host.slots
-                by_name[host.name] = replace(host, slots=total)
         except ValueError as error:
             raise ValueError(f"line {number} ({line.strip()[:80]}) {error}") from None
-    if not by_name:
+        for host in hosts:
+            name, known = host.name, host.name in totals
+            totals[name] = (totals[name] or 1) + (host.slots or 1) if known else host.slots
+    if not totals:
         raise ValueError("names no host; write one on each line, as in: node0 slots=8")
-    return tuple(by_name.values())
+    return tuple(itertools.starmap(Host, totals.items()))
 
 
-def _hosts(word: str, slots: str | None = None) -> Iterable[Host]:
-    """The hosts of one word, which may have a range in brackets, and `slots` if the word has none."""
+def _hosts(word: str) -> list[Host]:
+    """The hosts of one word, which may have ranges in brackets."""
     match = _HOST.fullmatch(word)
     if not match:
         raise ValueError(f"has {word!r}, which is not a host; {_HOW}")
-    slots = slots if match["slots"] is None else match["slots"]
+    user, name, slots = match["user"] or "", match["host"], match["slots"]
     if slots is not None and not (re.fullmatch("[0-9]{1,6}", slots) and 1 <= int(slots) <= SLOTS_MAX):
         raise ValueError(f"has {slots or 'nothing'} as the number of workers; give 1 to {SLOTS_MAX}")
-    name = match["host"]
     try:
         names = [name[1:-1]] if name.startswith("[") and ":" in name else expand(name)
     except ValueError as error:
         raise ValueError(f"has {word!r}, which {error}; {_HOW}") from None
-    return [Host((match["user"] or "") + each, int(slots) if slots else None) for each in names]
+    return [Host(user + each, int(slots) if slots else None) for each in names]
 
 
 def expand(text: str) -> list[str]:
@@ -83,10 +82,10 @@ def expand(text: str) -> list[str]:
 
     Raises ValueError for a text that is not such a list.
     """
-    if not _LIST.fullmatch(text):
-        raise ValueError("is not a list of hosts")
     hosts: list[str] = []
-    for name in re.findall(r"(?:[^][,]|\[[^][]+\])+", text):
+    for name in _COMMA.split(text):
+        if not re.fullmatch(r"([^][,]|\[[^][]+\])+", name):
+            raise ValueError("is not a list of hosts")
         parts = re.findall(r"\[([^]]*)\]|([^][]+)", name)
         choices = [[plain] if plain else _numbers(written) for written, plain in parts]
         hosts += map("".join, itertools.islice(itertools.product(*choices), _HOSTS_MAX + 1))

@@ -241,6 +241,7 @@ _EXCLUSIVE = (
     ("standalone", "nnodes", "a standalone job has one node; drop one of them"),
     ("module", "no_python", "a module always runs in Python; drop one of them"),
     ("preload", "no_preload", "drop one of them"),
+    ("hosts", "hostfile", "drop one of them"),
     ("debug", "debug_on_error", "an attached IDE stops at exceptions by itself; drop one of them"),
 )
 

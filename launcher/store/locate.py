@@ -138,7 +138,7 @@ def plan(
         plainly=scheme == "http",
         login=_read_login(conf, environ, read_secret),
         prefix=conf.etcd_prefix,
-        token=_token(options, environ, read_secret),
+        token=given_token(options, environ, read_secret),
         transport=conf.transport,
         serves=not is_etcd,
         is_head=is_head,
@@ -202,7 +202,7 @@ def _plan_for_one_node(options: Options) -> Planned:
     )
 
 
-def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> str:
+def given_token(options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> str:
     """The job's token.
 
     A file on the command line wins over ELAUNCH_TOKEN. The variable wins over a file that is named elsewhere.

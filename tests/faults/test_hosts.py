@@ -154,13 +154,20 @@ def test_one_command_starts_the_job_on_three_hosts(tmp_path: Path, hosts: Callab
     cluster = hosts(3)
     cluster.serve(cluster.nodes[1], prints="hello")
     cluster.serve(cluster.nodes[2], shell="/bin/tcsh")
-    script(tmp_path, WAITS)
-    for folder in (tmp_path, *tmp_path.glob("ssh/home-*")):
-        script(folder, "raise SystemExit('not for elaunch')", "json.py")
-    words = {"HF_WORD": "it's $HOME `x` !1", "OWN": "a", "NOT_SENT": "b"}
-    with cluster.job(tmp_path, "--hosts", "node0,node1:2,node2", "--ssh-env", "OWN,NONE", "train.py", env=words) as job:
+    word = "it's $HOME `x` !1"
+    # tcsh replaces an exclamation mark in quotes too.
+    folder, python = tmp_path / word, tmp_path / f"{word.partition('!')[0]}env"
+    folder.mkdir()
+    python.symlink_to(sys.prefix)
+    script(folder, WAITS)
+    for other in (folder, *tmp_path.glob("ssh/home-*")):
+        script(other, "raise SystemExit('not for elaunch')", "json.py")
+    Quoted = type("Quoted", (Job,), {"command": (f"{python}/bin/python", "-m", "elaunch")})
+    words = {"HF_WORD": word, "OWN": "a", "NOT_SENT": "b"}
+    args = (*cluster.options, "--hosts", "node0,node1:2,node2", "--ssh-env", "OWN,NONE", "train.py")
+    with Quoted(folder, *args, env=words, prefix=cluster.nodes[0].prefix) as job:
         assert job.wait() == 0
-        assert sorted(job.stdout.splitlines()) == [f"[{r}] rank {r} of 4 {words['HF_WORD']} a" for r in range(4)]
+        assert sorted(job.stdout.splitlines()) == [f"[{r}] rank {r} of 4 {word} a" for r in range(4)]
         assert "hello" not in job.output
         assert job.stderr.count("generation 0") == 1
         assert "--ssh-env: NONE is not set here" in job.stderr

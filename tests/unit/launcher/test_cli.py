@@ -178,8 +178,17 @@ def test_a_wrong_command_line_has_exit_code_2_with_stderr_closed_too() -> None:
     assert subprocess.run(["/bin/sh", "-c", command], stdout=subprocess.DEVNULL, timeout=RUN_LIMIT_S).returncode == 2
 
 
-def test_an_ssh_command_that_is_missing_is_one_sentence() -> None:
-    options = parse(["--hosts", "node1", "--ssh-command", "no-such -p 2222", "t.py"], {})
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--ssh-command", "no-such -p 2"], "--ssh-command no-such is not an executable file on PATH; give its path"),
+        (["--scheduler", "slurm"], "--scheduler slurm contradicts --hosts, which needs no scheduler; drop one of them"),
+        (["--node-rank", "0"], "--node-rank is about one node, and --hosts starts all of them; drop one of them"),
+        (["--nnodes", "2:3"], r"--nnodes 2 is more than the hosts \(1\); add hosts, or lower it"),
+    ],
+)
+def test_what_the_hosts_cannot_do_is_one_sentence(argv: list[str], sentence: str) -> None:
+    options = parse(["--hosts", "node1", *argv, "t.py"], {})
 
-    with pytest.raises(UsageError, match="--ssh-command no-such is not an executable file on PATH; give its path"):
+    with pytest.raises(UsageError, match=sentence):
         cli.run(options, {})

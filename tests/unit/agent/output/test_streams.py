@@ -14,7 +14,6 @@ import pytest
 
 from elaunch.agent.diagnosis.exit_status import shows_only_lost_peer
 from elaunch.agent.output.streams import (
-    LINE_BYTES_MAX,
     PARTIAL_LINE_WAIT_S,
     TAIL_BYTES_MAX,
     Console,
@@ -23,9 +22,8 @@ from elaunch.agent.output.streams import (
     TracebackFold,
     WorkerStream,
     prefixed,
-    split_lines,
-    write_all,
 )
+from elaunch.lines import LINE_BYTES_MAX, split_lines, write_all
 from tests.forked import Child
 from tests.harness import DEADLINE_S
 

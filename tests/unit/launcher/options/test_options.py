@@ -194,6 +194,7 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
         (["--rdzv-conf", "a"], " is not a list of settings; use KEY=VALUE,KEY=VALUE"),
         (["--signals-to-handle", "SIGKILL"], " names SIGKILL, not a signal that a process can handle; the usual"),
         (["--module", "--no-python"], "contradicts --no-python: a module always runs in Python; drop one of them"),
+        (["--hosts", "a", "--hostfile", "b"], "--hosts a contradicts --hostfile b: drop one of them"),
         (["--role", f"{'x' * 63}=1"], " is too long (65 bytes); give at most 64"),
         (["--role", "ps=1,trainer=9999999"], " is more workers than"),
         (["--nproc-per-node", "2", "--role", "ps=1"], " contradicts --role ps=1, which is 1 worker"),
