@@ -49,8 +49,8 @@ class Gpu:
 def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     """The GPUs that the runtime will number 0, 1, …: all of them, or those that the variables choose, in that order.
 
-    `gpus` are those of one vendor. A container runtime's own variables (ASCEND_VISIBLE_DEVICES) do not count: it mounts
-    the device nodes that they name.
+    `gpus` are those of one vendor. Container runtimes' variables (ASCEND_VISIBLE_DEVICES, HABANA_VISIBLE_DEVICES) do
+    not count: the device nodes that they name are mounted.
     """
     match gpus[0].vendor if gpus else None:
         case Vendor.AMD:
@@ -59,32 +59,31 @@ def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
             amd = _chosen(gpus, environ.get("ROCR_VISIBLE_DEVICES"))
             return _chosen(amd, environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES")))
         case Vendor.ASCEND:
-            return _chosen(gpus, environ.get("ASCEND_RT_VISIBLE_DEVICES") or None)
+            # A space ends the list too.
+            return _chosen(gpus, environ.get("ASCEND_RT_VISIBLE_DEVICES", "").partition(" ")[0] or None)
         case Vendor.GAUDI:
-            return _of_modules(gpus, environ)
+            # Which ones they are is not known: modules have numbers of their own.
+            modules = environ.get("HABANA_VISIBLE_MODULES", "").lower()
+            return tuple(gpus if modules in ("", "all") else gpus[: len({*re.findall("[0-9]+", modules)})])
         case Vendor.INTEL:
             return _unmasked(gpus, environ)
         case _:
             return _chosen(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _of_modules(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """As many Gaudi devices as the variables name. Which ones is not known: modules have numbers of their own."""
-    listed = [environ.get(f"HABANA_VISIBLE_{what}", "").lower() for what in ("MODULES", "DEVICES")]
-    counts = [len({*re.findall("[0-9]+", text)}) for text in listed if text not in ("", "all")]
-    return tuple(gpus[: min(counts, default=len(gpus))])
-
-
 def _unmasked(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     """Intel's GPUs as Level Zero lists them: each tile of a card is a device, or with COMPOSITE each card.
 
-    The mask names devices. `0.1` is a part of device 0, which then is a device with that part only.
+    The mask names devices. `0.1` is a part of card 0, which then is a device with that part only; a tile has no parts,
+    and such an entry does not count. SYCL (and so torch) selects from the rest; only its numeric form is read here.
     """
     is_whole = environ.get("ZE_FLAT_DEVICE_HIERARCHY", "").upper() == "COMPOSITE"
     devices = list(dict.fromkeys(gpus)) if is_whole else gpus
-    mask = environ.get("ZE_AFFINITY_MASK", "")
-    chosen = {entry.partition(".")[0].strip() for entry in mask.split(",")}
-    return tuple(gpu for index, gpu in enumerate(devices) if not mask or str(index) in chosen)
+    if mask := environ.get("ZE_AFFINITY_MASK", ""):
+        chosen = [(entry.partition(".")[0] if is_whole else entry).strip() for entry in mask.split(",")]
+        devices = [gpu for index, gpu in enumerate(devices) if str(index) in chosen]
+    selector = re.fullmatch("level_zero:([0-9,]+)", environ.get("ONEAPI_DEVICE_SELECTOR", ""), re.IGNORECASE)
+    return tuple(gpu for index, gpu in enumerate(devices) if not selector or str(index) in selector[1].split(","))
 
 
 def _chosen(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
@@ -111,7 +110,8 @@ def _index(name: str, gpus: Sequence[Gpu]) -> int | None:
         return int(name) if int(name) < len(gpus) else None
     if not name.startswith("GPU-"):
         return None
-    matches = [i for i, gpu in enumerate(gpus) if gpu.uuid.startswith(name)]
+    # ROCm's documentation has them in capitals.
+    matches = [i for i, gpu in enumerate(gpus) if gpu.uuid.lower().startswith(name.lower())]
     if len(matches) == 1:
         return matches[0]
     # This driver reports no UUIDs, so the entry cannot be checked.
@@ -142,9 +142,7 @@ def nvlink_domain() -> str:
     try:
         nvml = CDLL("libnvidia-ml.so.1")
         query = nvml.nvmlDeviceGetGpuFabricInfoV
-        if nvml.nvmlInit_v2():
-            return ""
-        failed = nvml.nvmlDeviceGetHandleByIndex_v2(0, byref(device)) or query(device, info)
+        failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(0, byref(device)) or query(device, info)
         nvml.nvmlShutdown()
     except (OSError, AttributeError):
         # No driver, or one that is older than the function.
@@ -179,7 +177,9 @@ def _read_nvidia(root: Path) -> tuple[Gpu, ...]:
 
 def _read_amd(root: Path) -> tuple[Gpu, ...]:
     gpus: list[Gpu] = []
-    for folder in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*"), key=lambda path: path.name.zfill(8)):
+    # A container may have render nodes, for video, without the node for computing.
+    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*") if _is_usable(root / "dev/kfd") else ()
+    for folder in sorted(nodes, key=lambda path: path.name.zfill(8)):
         facts = _facts(folder / "properties", " ")
         minor = facts.get("drm_render_minor", "0")
         render = f"renderD{minor}"

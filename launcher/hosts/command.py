@@ -60,7 +60,8 @@ _SSH_OPTIONS = (
 _SENT = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_*", "TORCH*", "OMP_*", "MKL_*", "CUDA_*", "ROCR_*"),
     *("HIP_*", "NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*", "HF_*", "TOKENIZERS_*", "WANDB_*", "ACCELERATE_*"),
-    *("FSDP_*", "PET_*", "ELAUNCH_WARM", "ELAUNCH_ENDPOINT", "ETCDCTL_*", "ASCEND_*", "HABANA_*", "ZE_*", "MLFLOW_*"),
+    *("FSDP_*", "PET_*", "ELAUNCH_WARM", "ELAUNCH_ENDPOINT", "ETCDCTL_*", "MLFLOW_*"),
+    *("ASCEND_*", "HABANA_*", "ONEAPI_*", "ZE_*"),
 )
 # Options that only this process reads. Where a node finds them in a variable, its own --scheduler takes precedence.
 _OWN_OPTIONS = ("hosts", "hostfile", "ssh_command", "ssh_env", "dry_run", "token_file")

@@ -62,6 +62,7 @@ def test_amds_variables_narrow_one_after_the_other() -> None:
     assert numbers(AMD, ROCR_VISIBLE_DEVICES="3,2,1", HIP_VISIBLE_DEVICES="0,2") == [3, 1]
     assert numbers(AMD, CUDA_VISIBLE_DEVICES="1") == [1]
     assert numbers(AMD, CUDA_VISIBLE_DEVICES="1", HIP_VISIBLE_DEVICES="2") == [2]
+    assert numbers(AMD, ROCR_VISIBLE_DEVICES="0,GPU-CCCC4444-0") == [0, 3]
 
 
 def test_nvidia_gpus_are_counted_by_usable_device_nodes_and_described_by_the_driver(
@@ -93,8 +94,10 @@ def test_amd_gpus_are_topology_nodes_with_simd_units_and_a_usable_render_node(
 
     monkeypatch.setattr("elaunch.agent.workers.topology._is_usable", lambda node: node.name != "renderD130")
     gpus = read_gpus(tmp_path)
+    monkeypatch.setattr("elaunch.agent.workers.topology._is_usable", lambda node: node.name != "kfd")
 
     assert gpus == (Gpu("GPU-00000000000000ff", 1, vendor=Vendor.AMD), Gpu("", -1, vendor=Vendor.AMD))
+    assert read_gpus(tmp_path) == (), "render nodes alone only play videos"
 
 
 def device(root: Path, node: str, kind: str, address: str, vendor: str, *parts: str) -> None:
@@ -123,6 +126,9 @@ def test_intels_cards_count_by_tiles_and_the_gpu_in_the_processor_only_as_the_on
     assert counted(tmp_path, ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE") == 2
     assert counted(tmp_path, ZE_AFFINITY_MASK="0, 3,9") == 2
     assert counted(tmp_path, ZE_AFFINITY_MASK="0.0,0.1", ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE") == 1
+    assert counted(tmp_path, ZE_AFFINITY_MASK="0.0,0.1") == 0, "tiles have no parts"
+    assert counted(tmp_path, ZE_AFFINITY_MASK="1,2,3", ONEAPI_DEVICE_SELECTOR="Level_Zero:0,2") == 2
+    assert counted(tmp_path, ONEAPI_DEVICE_SELECTOR="level_zero:gpu") == 4
 
 
 def test_ascend_devices_are_numbered_nodes_and_the_first_wrong_number_ends_the_list(tmp_path: Path) -> None:
@@ -132,6 +138,7 @@ def test_ascend_devices_are_numbered_nodes_and_the_first_wrong_number_ends_the_l
     assert (counted(tmp_path), counted(tmp_path, "npu"), counted(tmp_path, "xpu")) == (3, 3, 0)
     assert counted(tmp_path, ASCEND_RT_VISIBLE_DEVICES="0,2") == 2
     assert counted(tmp_path, ASCEND_RT_VISIBLE_DEVICES="1,7,0") == 1
+    assert counted(tmp_path, ASCEND_RT_VISIBLE_DEVICES="0, 1,2") == 1
     # The container runtime has mounted these devices.
     assert counted(tmp_path, ASCEND_VISIBLE_DEVICES="4,5,14") == 3
 
@@ -142,7 +149,8 @@ def test_gaudi_devices_are_accelerators_of_habanas(tmp_path: Path) -> None:
     write(tmp_path, "dev/accel/accel_controlD0")
 
     assert (counted(tmp_path), counted(tmp_path, "hpu")) == (3, 3)
-    assert counted(tmp_path, HABANA_VISIBLE_DEVICES="all", HABANA_VISIBLE_MODULES="5,7") == 2
+    assert counted(tmp_path, HABANA_VISIBLE_DEVICES="0", HABANA_VISIBLE_MODULES="5,7") == 2
+    assert counted(tmp_path, HABANA_VISIBLE_MODULES="ALL") == 3
 
 
 def test_the_tightest_quota_of_a_v2_group_and_those_above_it_counts(tmp_path: Path) -> None:
