@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 OnOutcome: TypeAlias = "Callable[[Outcome, AgentConfig, AgentRun], None]"
 _TRAINER = "elaunch.trainer"
 _COMPLETE = "_ELAUNCH_COMPLETE"
-# The report waits this long for the end of the timeline.
-_FLUSH_S = 1.0
 # Two digits after the point are shown.
 _HOURS_MIN = 0.01
 # All other commands print their output and exit. Their reader may close the pipe early (`| head`).
@@ -125,26 +123,28 @@ def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
     if logs and not logs.is_dir():
         agent.warn(f"the workers' output was in {logs}, and that folder was removed")
         logs = None
-    hours = _node_hours(logs, config) if logs and agent.pump.flush(_FLUSH_S) else ""
-    text = report(outcome, config.spec, logs, agent.run_dir.is_incomplete, hours)
-    agent.pump.write_report(text, record(outcome, logs))
+
+    def write() -> None:
+        hours = _hours(logs) if logs else ""
+        text = report(outcome, config.spec, logs, agent.run_dir.is_incomplete, hours)
+        agent.pump.write_report(text, record(outcome, logs))
+
+    # In the pump's thread, which has written the timeline then.
+    agent.pump.do(write)
 
 
-def _node_hours(logs: Path, config: AgentConfig) -> str:
-    """The hours of this node's workers in words; empty for a few seconds, or if the timeline cannot be read."""
-    from elaunch.launcher.inspect.history import goodput, history, hours_text, used_and_lost_h
+def _hours(logs: Path) -> str:
+    """The workers' hours in words; empty for a few seconds, or if this node's timeline cannot be read."""
+    from elaunch.launcher.inspect.history import goodput, history, hours_text
     from elaunch.launcher.inspect.node_log import TIMELINE, node_log
 
     try:
         with (logs / TIMELINE).open("rb") as lines:
-            found = goodput(history([node_log(str(logs), lines)]))
+            past = history([node_log(str(logs), lines)])
     except (OSError, ValueError):
         return ""
-    worker_s = {stage: config.slots * seconds for stage, seconds in found.seconds.items()}
-    if sum(used_and_lost_h(worker_s)) < _HOURS_MIN:
-        return ""
-    which = "this node's " if config.spec.nodes_max > 1 else ""
-    return which + hours_text(worker_s, has_gpus=config.gpus == config.slots)
+    found = goodput(past)
+    return hours_text(past, found) if found.used_h + found.lost_h >= _HOURS_MIN else ""
 
 
 def run(options: Options, environ: Mapping[str, str], on_outcome: OnOutcome = show_report) -> int:

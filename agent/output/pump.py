@@ -93,12 +93,6 @@ class Pump:
         """Pass on all that is left in a generation's pipes and close them; `drained` is called in the pump's thread."""
         self.do(lambda: self._drain(generation, drained))
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until all earlier work is done, at most `timeout_s`. Returns whether it is."""
-        done = threading.Event()
-        self.do(done.set)
-        return done.wait(timeout_s)
-
     def close(self, timeout_s: float | None = None) -> bool:
         """Wait until all is written, at most `timeout_s`. Returns whether all was."""
 

@@ -372,12 +372,14 @@ class Stage(Enum):
 class Goodput:
     """The time in each stage; together they are the job's. `ettr` is NaN if no step is known.
 
-    `worker_s` is the sum of the times of all workers. `recoveries_s` has the time from a generation's end to the next
-    step (or run of workers), if any, by generation.
+    `used_h` are the hours in which workers trained (or ran, if no step is known), and `lost_h` those that starts and
+    failures cost. `recoveries_s` has the time from a generation's end to the next step (or run of workers), if any, by
+    generation.
     """
 
     seconds: Mapping[Stage, float]
-    worker_s: Mapping[Stage, float]
+    used_h: float
+    lost_h: float
     ettr: float
     recoveries_s: Mapping[int, float]
 
@@ -409,20 +411,17 @@ def goodput(history: History) -> Goodput:
     if history.generations:
         walk.to(Stage.END if has_worked else Stage.START_UP, history.wall_s)
     ettr = walk.seconds[Stage.TRAINING] / history.wall_s if knows_steps and history.wall_s > 0 else math.nan
-    return Goodput(walk.seconds, walk.worker_s, ettr, _recoveries_s(history, knows_steps=knows_steps))
+    used_h = (walk.worker_s[Stage.TRAINING] + walk.worker_s[Stage.RUNNING]) / 3600
+    lost_h = (sum(walk.worker_s.values()) - walk.worker_s[Stage.END]) / 3600 - used_h
+    return Goodput(walk.seconds, used_h, lost_h, ettr, _recoveries_s(history, knows_steps=knows_steps))
 
 
-def used_and_lost_h(worker_s: Mapping[Stage, float]) -> tuple[float, float]:
-    """The hours in which workers trained (or ran, if no step is known), and those that starts and failures cost."""
-    used_s = worker_s[Stage.TRAINING] + worker_s[Stage.RUNNING]
-    return used_s / 3600, (sum(worker_s.values()) - used_s - worker_s[Stage.END]) / 3600
-
-
-def hours_text(worker_s: Mapping[Stage, float], *, has_gpus: bool) -> str:
-    """These hours in words. `has_gpus`: each worker has a GPU of its own."""
-    used_h, lost_h = used_and_lost_h(worker_s)
-    how = "in use (the program reports no steps)" if worker_s[Stage.RUNNING] else "productive"
-    return f"{'GPU' if has_gpus else 'worker'} hours: {used_h:,.2f} {how}, {lost_h:,.2f} lost to starts and failures"
+def hours_text(history: History, found: Goodput) -> str:
+    """The workers' hours in words; hours of GPUs if each worker has one of its own."""
+    has_gpus = all(node.started.number("gpus") == node.started.number("workers") for node in history.nodes)
+    used = f"{'GPU' if has_gpus else 'worker'} hours: {found.used_h:,.2f}"
+    how = "productive" if history.knows_steps else "in use (the program reports no steps)"
+    return f"{used} {how}, {found.lost_h:,.2f} lost to starts and failures"
 
 
 class _Walk:

@@ -78,9 +78,7 @@ class Report:
     @property
     def hours(self) -> str:
         """The workers' hours in words."""
-        started = [node.started for node in self.history.nodes]
-        has_gpus = all(each.number("gpus") == each.number("workers") for each in started)
-        return hours_text(self.goodput.worker_s, has_gpus=has_gpus)
+        return hours_text(self.history, self.goodput)
 
     @property
     def headline(self) -> str:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import click
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.inspect.history import Incident, PastGeneration, goodput, history, used_and_lost_h
+from elaunch.launcher.inspect.history import Incident, PastGeneration, goodput, history
 from elaunch.launcher.inspect.node_log import TIMELINE, NodeLog, PastEvent, node_log, text
 from elaunch.launcher.inspect.page import Links, Report, StepMetrics, render
 from elaunch.launcher.inspect.text import cut, offset, sentence
@@ -146,7 +146,7 @@ def summary(report: Report) -> dict[str, object]:
         "restarts": end.restarts,
         "max_restarts": _known(end.max_restarts),
         "steps_lost": _known(past.steps_lost),
-        "worker_hours": dict(zip(("used", "lost"), map(_known, used_and_lost_h(found.worker_s)), strict=True)),
+        "worker_hours": {"used": _known(found.used_h), "lost": _known(found.lost_h)},
         "breakdown_s": {stage.key: _known(seconds) for stage, seconds in found.seconds.items()},
         "nodes": [{"host": node.host, "folder": node.folder} for node in past.nodes],
         "generations": [{**_record(each), "steps_lost": each.steps_lost} for each in past.generations if each.has_run],

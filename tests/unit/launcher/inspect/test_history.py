@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from elaunch.launcher.inspect.history import Goodput, History, Stage, goodput, history, used_and_lost_h
+from elaunch.launcher.inspect.history import Goodput, History, Stage, goodput, history
 from elaunch.launcher.inspect.node_log import node_log
 from tests.unit.launcher.inspect.timelines import BEGAN_AT, Timeline, restarted
 
@@ -49,13 +49,11 @@ def test_the_time_of_a_generation_counts_once_for_each_of_its_workers() -> None:
 
     found = of(job)
 
-    workers = {Stage.START_UP: 2, Stage.TRAINING: None, Stage.DETECTION: 2, Stage.STOP: 2, Stage.RENDEZVOUS: 8}
-    for stage, seconds in found.seconds.items():
-        count = workers.get(stage, 8)
-        assert count is None or found.worker_s[stage] == pytest.approx(count * seconds)
-    used, lost = used_and_lost_h(found.worker_s)
-    assert 2 * found.seconds[Stage.TRAINING] < 3600 * used < 8 * found.seconds[Stage.TRAINING]
-    assert 3600 * (used + lost) == pytest.approx(sum(found.worker_s.values()) - found.worker_s[Stage.END])
+    of_two = (Stage.START_UP, Stage.DETECTION, Stage.STOP)
+    lost = {s: time for s, time in found.seconds.items() if s not in (Stage.TRAINING, Stage.END)}
+    assert 3600 * found.lost_h == pytest.approx(sum((2 if s in of_two else 8) * time for s, time in lost.items()))
+    assert sum(found.seconds[s] > 0 for s in of_two) == 3
+    assert 2 * found.seconds[Stage.TRAINING] < 3600 * found.used_h < 8 * found.seconds[Stage.TRAINING]
 
 
 def test_a_hang_is_detection_and_not_training() -> None:
