@@ -44,7 +44,7 @@ from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.core.timeline import NO_GENERATION, SCHEMA_VERSION, Entry, announcements, entries
 from elaunch.agent.output.run_dir import TIMELINE, Timeline
 from elaunch.agent.serve.event_hook import EventHook
-from elaunch.agent.serve.kubeflow import VARIABLES, ProgressPoster
+from elaunch.agent.serve.kubeflow import ProgressPoster
 from elaunch.agent.serve.status_server import LocalSocket, StatusServer
 from elaunch.agent.session.session import Session
 from elaunch.agent.session.store_view import JobStore, LocalHost
@@ -163,10 +163,8 @@ class Loop:
         self._run_dir = run_dir
         if metrics:
             self._serve_metrics(metrics)
-        self._poster: ProgressPoster | None = None
-        if all(map(config.environment.get, VARIABLES)):
-            self._poster = ProgressPoster(config.environment, warn)
-            self._timeline.observers.append(self._poster.observe)
+        self._poster = ProgressPoster(config.environment, partial(reporter.warn_once, "kubeflow"))
+        self._timeline.observers.append(self._poster.observe)
 
     def _serve_metrics(self, listener: socket.socket) -> None:
         # prometheus_client is optional.
@@ -210,8 +208,7 @@ class Loop:
             listening.close()
             self._fork_server.stop()
             self._session.close(_FLUSH_S, _OUTLAST_S if self._served_pid is not None else 0.0)
-            if self._poster:
-                self._poster.close()
+            self._poster.close()
         self._inbox.release()
         return outcome
 

@@ -9,50 +9,48 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from functools import partial
-from http.client import HTTPException, HTTPSConnection
+from http.client import HTTPException
 from pathlib import Path
 from ssl import create_default_context
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 from elaunch.agent.linux import start_thread
 
 # The server's URL, and the files of its certificate authority and of the token.
-VARIABLES = ("KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERVER_CA_CERT", "KUBEFLOW_TRAINER_SERVER_TOKEN")
+_VARIABLES = ("KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERVER_CA_CERT", "KUBEFLOW_TRAINER_SERVER_TOKEN")
 # The guide asks for five seconds or more between two posts.
 EVERY_S = 5.0
 _POST_S = 5.0
 _CLOSE_S = 2.0
-# The field is an int32.
-_SECONDS_MAX = (1 << 31) - 1
 
 
 class ProgressPoster:
-    """Posts progress at most every EVERY_S, and the last step, each in a thread. Only the first failure is logged."""
+    """Posts progress at most every EVERY_S, and the last step, each in a thread; nothing unless all variables are set.
 
-    def __init__(self, environ: Mapping[str, str], warn: Callable[[str], None]) -> None:
-        self._url, self._ca_cert, self._token = (environ[name] for name in VARIABLES)
-        self._warn = warn
-        self._has_warned = self._has_ended = False
-        self._next_s = 0.0
+    `warn` is called for each post that fails.
+    """
+
+    def __init__(self, environ: Mapping[str, str], warn: Callable[[str], object]) -> None:
+        self._url, self._ca_cert, self._token = settings = [environ.get(name, "") for name in _VARIABLES]
+        self._is_set, self._warn = all(settings), warn
+        self._left, self._next_s = 1, 0.0
         self._thread: threading.Thread | None = None
 
     def observe(self, event: str, fields: Mapping[str, Any], now_s: float) -> None:
         """Post the progress in an event of the timeline, if it has a total. Never waits."""
         # All nodes are at the same step, and one posts: not the leader, which may be a spare without workers.
-        if event != "progress" or fields["first_rank"] != 0 or not (total := fields.get("total")):
+        if not self._is_set or event != "progress" or fields["first_rank"] != 0 or not (total := fields.get("total")):
             return
-        step, steps_per_s = min(max(fields["steps"]), total), fields.get("steps_per_s")
-        is_early = now_s < self._next_s or (self._thread and self._thread.is_alive())
-        if is_early and (step < total or self._has_ended):
+        left = max(total - max(fields["steps"]), 0)
+        is_new_end = self._left and not left
+        if now_s < self._next_s and not is_new_end:
             return
-        self._has_ended = step == total
-        self._next_s = now_s + EVERY_S
-        status: dict[str, object] = {"progressPercentage": 100 * step // total}
-        if steps_per_s or step == total:
-            status["estimatedRemainingSeconds"] = min(round((total - step) / (steps_per_s or 1)), _SECONDS_MAX)
+        self._left, self._next_s = left, now_s + EVERY_S
+        status = {"progressPercentage": 100 * (total - left) // total}
+        if (steps_per_s := fields.get("steps_per_s")) or not left:
+            status["estimatedRemainingSeconds"] = round(left / (steps_per_s or 1))
         self._thread = start_thread(partial(self._post, status), "elaunch-kubeflow")
 
     def close(self) -> None:
@@ -60,19 +58,12 @@ class ProgressPoster:
         if self._thread:
             self._thread.join(_CLOSE_S)
 
-    def _post(self, status: dict[str, object]) -> None:
-        status["lastUpdatedTime"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    def _post(self, status: Mapping[str, object]) -> None:
+        body = {"trainerStatus": {**status, "lastUpdatedTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}}
         try:
-            place = urlsplit(self._url)
             # Kubernetes replaces the token and the certificate from time to time.
-            token, context = Path(self._token).read_text().split(), create_default_context(cafile=self._ca_cert)
-            headers = {"Authorization": f"Bearer {''.join(token)}", "Content-Type": "application/json"}
-            with closing(HTTPSConnection(place.netloc, timeout=_POST_S, context=context)) as connection:
-                connection.request("POST", place.path, json.dumps({"trainerStatus": status}), headers)
-                response = connection.getresponse()
-            if response.status != 200:
-                raise OSError(f"HTTP {response.status} {response.reason}")
+            token, context = Path(self._token).read_text().strip(), create_default_context(cafile=self._ca_cert)
+            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+            urlopen(Request(self._url, json.dumps(body).encode(), headers), timeout=_POST_S, context=context).close()
         except (OSError, HTTPException, ValueError) as error:
-            if not self._has_warned:
-                self._has_warned = True
-                self._warn(f"progress cannot be posted to {self._url} ({error}); the job continues")
+            self._warn(f"progress cannot be posted to {self._url} ({error}); the job continues")
