@@ -123,7 +123,6 @@ class AgentConfig:
     `children_grace_s` is how long the workers' orphans may be idle after a successful job.
     `invitation` is the line with the command for the other nodes, if this node serves their store. `only_here` is the
     hint that no other host can reach the store, and what to give instead.
-    `debug` is when a debugger begins: at the program's start or its exception; in the rank `debugged`, or in any.
     `on_event` is the command that is notified of the job's events. `metrics` is the host and the port of the metrics.
     `gpus` are those that this node's workers may use.
     `notes` are warnings about the command line, `details` its debug lines (--verbose).
@@ -152,8 +151,6 @@ class AgentConfig:
     numa_binding: NumaBinding | None = None
     virtual_local_rank: bool = False
     children_grace_s: float = 60.0
-    debug: Literal["", "start", "error"] = ""
-    debugged: int | None = None
     on_event: tuple[str, ...] = ()
     metrics: tuple[str, int] | None = None
     gpus: int = 0

@@ -42,7 +42,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
     # Before anything is made that would have to be removed.
     places = new_places()
     with ExitStack() as cleanup:
-        if config.debug and os.isatty(0):
+        if "ELAUNCH_DEBUG" in config.worker_env and os.isatty(0):
             cleanup.callback(_restore_terminal, termios.tcgetattr(0))
         guardian = GuardianClient((*places.private, *places.memory, *places.socket), config.environment)
         cleanup.callback(guardian.finish)

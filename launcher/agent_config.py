@@ -44,10 +44,6 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     slots, counted = count_workers(options.nproc_per_node, host, cluster)
     _check_gpus(options, environ, slots)
     _check_own_gpus(options, host, cluster)
-    debugged = options.debug_on_error if options.debug is None else options.debug
-    if isinstance(debugged, int) and debugged >= slots and options.nnodes[1] == 1:
-        option = "--debug-on-error" if options.debug is None else "--debug"
-        raise UsageError(f"{option} {debugged} is out of range: the job's ranks are 0 to {slots - 1}")
     environment, threads = worker_environment(environ, slots, host.cores)
     output = output_plan(options, environ)
     shown = _for_terminal(options, output, slots, host.columns, environ)
@@ -107,8 +103,6 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         numa_binding=options.numa_binding,
         virtual_local_rank=options.virtual_local_rank,
         children_grace_s=options.children_grace,
-        debug="start" if options.debug is not None else "error" if debugged is not None else "",
-        debugged=debugged if isinstance(debugged, int) else None,
         on_event=options.on_event or (),
         metrics=options.metrics_port,
         notes=(
@@ -241,6 +235,9 @@ def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in signals),
         # The Keeper compares it with the process groups' timeouts.
         **({"ELAUNCH_HANG_TIMEOUT": f"{options.hang_timeout:g}"} if has_limit else {}),
+        # When a debugger begins, and in which rank.
+        **({"ELAUNCH_DEBUG": f"start {options.debug}"} if options.debug is not None else {}),
+        **({"ELAUNCH_DEBUG": f"error {options.debug_on_error}"} if options.debug_on_error is not None else {}),
     }
 
 

@@ -34,7 +34,8 @@ def check_options(options: Options, environ: Mapping[str, str]) -> None:
             " leave the option out"
         )
     check_log_dir(options)
-    _check_debugger(options, environ)
+    if options.debug is not None or options.debug_on_error is not None:
+        _check_debugger(options, environ)
 
 
 def check_program(options: Options, environ: Mapping[str, str]) -> None:
@@ -75,16 +76,13 @@ def check_folder() -> None:
 
 
 def _check_debugger(options: Options, environ: Mapping[str, str]) -> None:
-    """Raises UsageError if a debugger is requested that a worker of this node could not start."""
-    if options.debug is None and options.debug_on_error is None:
-        return
+    """Raises UsageError if a worker of this node could not start the requested debugger."""
     option = "--debug" if options.debug_on_error is None else "--debug-on-error"
     if options.kind is ProgramKind.COMMAND or (environ.get("PYTHON_EXEC") or sys.executable) != sys.executable:
         own = f"a Python program in elaunch's own interpreter ({sys.executable})"
         raise UsageError(f"{option} needs {own}; leave --no-python out, and unset PYTHON_EXEC")
-    # pdb needs a terminal. The second function is newer.
-    function, has_pdb = ("listen", False) if options.debug is not None else ("trigger_exception_handler", os.isatty(0))
-    if not has_pdb and (find_spec("debugpy") is None or not hasattr(import_module("debugpy"), function)):
+    has_pdb, newest = options.debug is None and os.isatty(0), "trigger_exception_handler"
+    if not has_pdb and (find_spec("debugpy") is None or not hasattr(import_module("debugpy"), newest)):
         or_else = "" if options.debug is not None else ", or start elaunch at a terminal without --hosts, for pdb"
         raise UsageError(f"{option} needs a recent debugpy in {sys.executable}: pip install -U debugpy{or_else}")
 

@@ -11,47 +11,47 @@ import sys
 from elaunch.agent.forkserver import reports
 
 _KEPT = (
-    "the other ranks wait in their next collective until its timeout, which fails the job: 10 min with NCCL, 30 min"
-    " with gloo, unless init_process_group(timeout=…) gives another (no variable does)"
+    "restarts and hang detection are off; the other ranks wait in their next collective until its timeout, which fails"
+    " the job: 10 min with NCCL, 30 min with gloo, unless init_process_group(timeout=…) gives another"
 )
 
 
 def prepare() -> None:
     """Wait for an IDE, or prepare for an exception, if the agent has requested it. The program comes next."""
-    when = os.environ.pop("ELAUNCH_DEBUG", "")
-    if not when:
-        return
-    link, pid, memory = os.fstat(reports.LINK_FD).st_ino, os.getpid(), os.environ.get("ELAUNCH_MEMORY")
-    if when == "start":
+    when, _, which = os.environ.pop("ELAUNCH_DEBUG", "").partition(" ")
+    link, is_meant = os.fstat(reports.LINK_FD).st_ino, which in ("any", os.environ["RANK"])
+    if when == "start" and is_meant:
         _attach(link, "waits for an IDE before its program")
-    else:
-        mark = f"{memory}/debugged-{os.environ['ELAUNCH_GENERATION']}" if memory else ""
-        reports.at_program_end(lambda: _examine(pid, link, mark))
+    elif when == "error":
+        mark = f"{os.environ.get('ELAUNCH_MEMORY')}/debugged-{os.environ['ELAUNCH_GENERATION']}"
+        reports.at_program_end(lambda: _examine(link, mark, is_meant=is_meant))
 
 
-def _examine(pid: int, link: int, mark: str) -> None:
-    """If the program has raised an exception, open a debugger there, in the first rank of this node that gets here."""
+def _examine(link: int, mark: str, *, is_meant: bool) -> None:
+    """If the program has raised an exception, open a debugger there, in the first rank of this node that is meant.
+
+    The other ranks that have raised wait: the first exit ends the job, and so the debugger.
+    """
     import signal
 
     from elaunch.agent.diagnosis.exit_status import is_peer_lost
 
     error = reports.fatal()
     name = type(error).__name__
-    # A child that the program forked gets here too.
-    if error is None or os.getpid() != pid:
-        return
-    if name in ("KeyboardInterrupt", "BdbQuit") or is_peer_lost(name, reports.message_of(error)):
+    if error is None or name in ("KeyboardInterrupt", "BdbQuit") or is_peer_lost(name, reports.message_of(error)):
         # It has ended with the job, a debugger, or another rank.
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        os.mkdir(mark)  # noqa: PTH102
+        if is_meant:
+            os.mkdir(mark)  # noqa: PTH102
     except FileExistsError:
+        is_meant = False
+    if not is_meant:
+        text = f"has raised {name}, and waits for the debugger of another rank; Ctrl-C ends the job"
+        reports.send(link, {"event": "note", "text": text})
         while True:
             signal.pause()
-    except OSError:
-        # No folder is shared by the ranks of this node: each gets a debugger.
-        pass
     if not os.isatty(0):
         _attach(link, f"has raised {name}, and waits for an IDE")
         sys.modules["debugpy"].trigger_exception_handler(error, as_uncaught=False)
@@ -59,9 +59,9 @@ def _examine(pid: int, link: int, mark: str) -> None:
     import pdb
 
     # It edits lines, and keeps their history, only where stdin and stdout are the terminal.
+    sys.stdin, sys.stdout = sys.__stdin__, sys.__stdout__
     output = os.dup(1)
     os.dup2(0, 1)
-    sys.stdin, sys.stdout = sys.__stdin__, sys.__stdout__
     print(f"elaunch: rank {os.environ['RANK']} has raised {name}; q ends the job\nelaunch: {_KEPT}")
     pdb.pm()
     os.dup2(output, 1)
@@ -69,26 +69,21 @@ def _examine(pid: int, link: int, mark: str) -> None:
 
 def _attach(link: int, state: str) -> None:
     """Log where an IDE can attach, and return when it has."""
-    import socket
-    from importlib import import_module
-
     # Else debugpy prints advice about Python's own modules.
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-    debugpy = import_module("debugpy")
-    # The port in VS Code's own examples, if it is free.
-    port = 5678
+    import debugpy
+
     try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        port = 0
-    _, port = debugpy.listen(("127.0.0.1", port))
-    host = os.uname().nodename
+        # The port in VS Code's own examples.
+        _, port = debugpy.listen(("127.0.0.1", 5678))
+    except RuntimeError:
+        _, port = debugpy.listen(("127.0.0.1", 0))
     lines = (
         f"pid {os.getpid()} {state}; for VS Code, in launch.json:",
         '  "type": "debugpy",',
         '  "request": "attach",',
         f'  "connect": {{"host": "127.0.0.1", "port": {port}}}',
-        f"from another host first: ssh -L {port}:127.0.0.1:{port} {host}",
+        f"from another host first: ssh -L {port}:127.0.0.1:{port} {os.uname().nodename}",
         _KEPT,
     )
     reports.send(link, {"event": "note", "text": "\n".join(lines)})

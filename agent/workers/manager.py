@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from elaunch.agent import linux
-from elaunch.agent.config import AgentConfig
+from elaunch.agent.config import AgentConfig, CannotRun
 from elaunch.agent.core.actions import (
     Clear,
     NotifyWorkers,
@@ -162,8 +162,9 @@ class Workers:
         )
         group = WorkerGroup(table, group_rank)
         warn_of_locks({**self._config.environment, **self._config.worker_env}, self._reporter.warn)
-        if (self._config.debugged or 0) >= table.world_size:
-            self._reporter.warn(f"there is no rank {self._config.debugged} to debug; give 0 to {table.world_size - 1}")
+        debugged = self._config.worker_env.get("ELAUNCH_DEBUG", "").rpartition(" ")[2]
+        if debugged.isdecimal() and int(debugged) >= table.world_size:
+            raise CannotRun(f"there is no rank {debugged} to debug; the job's ranks are 0 to {table.world_size - 1}")
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.
             self.port.close()

@@ -196,8 +196,6 @@ class Spawner:
         )
         if config.virtual_local_rank:
             env |= environment.one_gpu(config.environment, local_rank)
-        if config.debug and config.debugged in (None, rank):
-            env["ELAUNCH_DEBUG"] = config.debug
         if size := self._terminal_size(group, worker):
             env |= environment.terminal_variables(config.environment, *size)
         return {**config.worker_env, **env, "ELAUNCH_LINK": "3"}

@@ -99,8 +99,7 @@ node_rank = partial(whole, high=NODES_MAX)
 
 
 def rank_or_any(raw: Raw) -> int | str:
-    word = text(raw)
-    if not word.isdecimal() and word != "any":
+    if not re.fullmatch("[0-9]{1,9}|any", word := text(raw)):
         raise ValueError("is neither a rank nor any; give 0 or more, or any")
     return word if word == "any" else int(word)
 

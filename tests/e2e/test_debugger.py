@@ -41,7 +41,7 @@ elaunch:   "type": "debugpy",
 elaunch:   "request": "attach",
 elaunch:   "connect": \{"host": "127.0.0.1", "port": (\d+)\}
 elaunch: from another host first: ssh -L \2:127.0.0.1:\2 .+
-elaunch: the other ranks wait in their next collective until its timeout"""
+elaunch: restarts and hang detection are off; the other ranks wait in their next collective until its timeout"""
 
 
 @contextmanager
@@ -105,13 +105,38 @@ def test_the_rank_may_be_on_another_node_and_ctrl_c_ends_its_wait_for_an_ide(tmp
     assert (found[1], found[2] != "5678") == ("1", True), "it takes no port that is in use"
 
 
-@pytest.mark.parametrize("start", [LIGHT, FRESH], ids=["forked", "exec'd"])
-def test_an_ide_attaches_to_the_first_rank_that_raises_and_the_others_are_kept(
-    start: tuple[str, ...], tmp_path: Path
+def test_ctrl_c_ends_the_wait_for_an_ide_without_a_traceback(tmp_path: Path) -> None:
+    script(tmp_path, PROGRAM)
+    with Job(tmp_path, "--debug", "0", *LIGHT, "train.py", "none") as job:
+        job.wait_for_output("until its timeout")
+
+        job.signal(signal.SIGINT)
+
+        assert job.wait() == 130
+    assert "Traceback" not in job.output
+
+
+def test_a_rank_that_the_job_does_not_have_is_refused(tmp_path: Path) -> None:
+    script(tmp_path, PROGRAM)
+    with Job(tmp_path, *TWO, "--debug", "2", *LIGHT, "train.py", "none") as job:
+        assert job.wait() == 2
+    assert "elaunch: there is no rank 2 to debug; the job's ranks are 0 to 1" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("which", "start"), [("any", LIGHT), ("any", FRESH), ("1", LIGHT)], ids=["forked", "exec'd", "one rank"]
+)
+def test_an_ide_attaches_to_the_rank_that_raises_and_the_others_that_raise_are_kept(
+    which: str, start: tuple[str, ...], tmp_path: Path
 ) -> None:
     program = script(tmp_path, PROGRAM)
-    with Job(tmp_path, *TWO, "--debug-on-error", "any", *start, "train.py", "0,1") as job:
+    with Job(tmp_path, *TWO, "--debug-on-error", which, *start, "train.py", "0,1") as job:
         found = job.wait_for_output(LISTENS)
+        other = job.wait_for_output(
+            r"rank (\d): has raised ValueError, and waits for the debugger of another rank; Ctrl-C"
+        )
+        assert which in ("any", found[1])
+        assert {found[1], other[1]} == {"0", "1"}
 
         with attached(int(found[2]), program) as value:
             assert value("secret") == "41"

@@ -24,6 +24,9 @@ try:
         from elaunch.agent.forkserver.server import main
 
         main(_loaded)
+except KeyboardInterrupt:
+    # Ctrl-C, while an IDE is waited for.
+    os._exit(130)
 except BaseException:
     # Python would print one line for this error, and then run the program in this process.
     import traceback
