@@ -242,14 +242,17 @@ def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:
 
 
 def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
-    """With a directory and no choice of streams, everything goes to files and to the console."""
+    """With a directory and no choice of streams, everything goes to files and to the console. Raises UsageError."""
     tee = options.tee
     if options.log_dir is not None and not {"redirects", "tee"} & set(options.given):
         tee = StreamChoice(Streams.BOTH)
+    # `--log-dir /dev/null` gives no directory, and none is made then.
+    makes_log_dir = "log_dir" not in options.given and (_any_stream(options.redirects) or _any_stream(tee))
+    if "log_max_size" in options.typed and not (options.log_dir or makes_log_dir):
+        raise UsageError("--log-max-size limits log files, and there are none; keep them with --log-dir DIR")
     return OutputPlan(
         log_dir=options.log_dir and options.log_dir.absolute(),
-        # `--log-dir /dev/null` gives no directory, and none is made then.
-        makes_log_dir="log_dir" not in options.given and (_any_stream(options.redirects) or _any_stream(tee)),
+        makes_log_dir=makes_log_dir,
         redirects=options.redirects,
         tee=tee,
         console_local_ranks=options.local_ranks_filter,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,7 +87,7 @@ class Console:
 class LogFile:
     """A file that is written as long as it can be: a full disk costs one warning, never a worker.
 
-    With `bytes_max` the oldest half is dropped before the file would exceed that size; no other object may write it.
+    With `bytes_max` a file of half that size becomes `NAME.1`, in place of an earlier one, and a new one begins.
     """
 
     def __init__(self, path: str, warn: Callable[[str], None], mode: int = MODE, bytes_max: int = 0) -> None:
@@ -96,24 +95,24 @@ class LogFile:
         self._warn = warn
         self._mode = mode
         self._bytes_max = bytes_max
-        self._dropped = self._notice_bytes = 0
+        # Of the output: where the file begins, and ends.
+        self._begin = self._end = 0
         self._fd = -1
         try:
-            self._fd = self._open(path)
+            self._open()
         except OSError as error:
             self._give_up(error)
 
-    def _open(self, path: str) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, self._mode)
+    def _open(self) -> None:
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, self._mode)
 
     def write(self, data: bytes) -> bytes:
         """Write `data`. Returns the part that the file did not take."""
         rest = memoryview(data)
         try:
-            if self._bytes_max and self._fd >= 0:
-                size = os.fstat(self._fd).st_size
-                if size and size + len(data) > self._bytes_max:
-                    self._drop_oldest_half(size)
+            if self._bytes_max and self._fd >= 0 and os.fstat(self._fd).st_size + len(data) > self._bytes_max // 2:
+                self._rotate()
+            self._end += len(data)
             while rest and self._fd >= 0:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
@@ -126,30 +125,15 @@ class LogFile:
             os.close(self._fd)
         self._fd = -1
 
-    def _drop_oldest_half(self, size: int) -> None:
-        """Replace the file by one with the newer half, after a line on how much was dropped. Raises OSError.
-
-        A reader, or a crash, finds the old file or the new one, each complete.
-        """
-        partial = Path(f"{self._path}.partial")
-        with Path(self._path).open("rb") as old:
-            old.seek(max(size // 2 - 1, 0))
-            # To a line's start, unless the line is very long.
-            old.readline(size // 4)
-            dropped = self._dropped + old.tell() - self._notice_bytes
-            notice = f"elaunch: the oldest {dropped:,} bytes of this output were dropped (--log-max-size)\n".encode()
-            fd = self._open(str(partial))
-            try:
-                with open(fd, "wb", closefd=False) as new:
-                    new.write(notice)
-                    shutil.copyfileobj(old, new)
-                partial.replace(self._path)
-            except OSError:
-                os.close(fd)
-                partial.unlink(missing_ok=True)
-                raise
-        os.close(self._fd)
-        self._fd, self._dropped, self._notice_bytes = fd, dropped, len(notice)
+    def _rotate(self) -> None:
+        """Begin a new file. Its first line has the number of bytes that are in neither. Raises OSError."""
+        older = Path(f"{self._path}.1")
+        Path(self._path).replace(older)
+        self.close()
+        self._open()
+        dropped = f"{self._begin:,} bytes before that were dropped (--log-max-size)"
+        os.write(self._fd, f"elaunch: older output is in {older.name}; {dropped}\n".encode())
+        self._begin = self._end
 
     def _give_up(self, error: OSError) -> None:
         self._warn(f"{self._path} cannot be written ({error.strerror}); training continues without this log file")

@@ -133,7 +133,7 @@ class Options:
         "DIR", "keep workers' output in files in DIR", values.directory, default_text="none; -r, -t: new", peer=True,
     )
     log_max_size: int = _output(
-        "SIZE", "drop a log file's oldest half at SIZE, like 100M", values.size, default=0, default_text="no limit",
+        "SIZE", "at most SIZE, like 100M, of a log, in two files", values.size, default=0, default_text="no limit",
     )
     redirects: StreamChoice = _output(
         "STREAMS", "to files: 0 none 1 out 2 err 3 both, or RANK:V,…",
@@ -180,7 +180,7 @@ class Options:
     )
 
     run_id: str | None = _rendezvous(
-        "ID", "the job's name", values.run_id, default_text="a new one; for several nodes: none", peer="rdzv-id",
+        "ID", "the job's name", values.run_id, default_text='one node: new each time; several: "none"', peer="rdzv-id",
     )
     standalone: bool = _rendezvous("", "one node with a new id; --rdzv-* are ignored", peer=True)
     rdzv_endpoint: tuple[Address, ...] = _rendezvous(
@@ -198,7 +198,7 @@ class Options:
         values.OneOf("auto", "none", *SCHEDULERS), default="auto",
     )
     topology: str = _rendezvous(
-        "PATH", "place like rack3.switch7; orders ranks", values.host, default="", default_text="Slurm's or NVLink's",
+        "A.B.C", "place like rack3.switch7; orders ranks", values.host, default="", default_text="Slurm's or NVLink's",
     )
     token_file: str | None = _rendezvous(
         "FILE", "file with the job's secret", default_text="ELAUNCH_TOKEN, else a new one",

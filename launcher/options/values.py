@@ -37,8 +37,6 @@ _USUAL = "the usual ones are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUS
 # Variables with the store's address. The first one that is set wins.
 ENDPOINT_VARIABLES = ("ELAUNCH_ENDPOINT", "ETCDCTL_ENDPOINTS")
 _ENDPOINT_HOW = "use HOST:PORT, [IPV6]:PORT or https://HOST:PORT, several separated by commas"
-# Smaller log files would be halved again and again.
-SIZE_MIN = 1 << 20
 # How long --warm keeps a fork server that no job uses, in minutes.
 WARM_MIN = 15.0
 
@@ -143,12 +141,11 @@ def duration(raw: Raw) -> float:
 
 
 def size(raw: Raw) -> int:
-    """A size in bytes, from a number with a unit."""
-    found = re.fullmatch(r"([0-9]{1,9})([KMG])", text(raw).upper())
-    number = int(found[1]) << {"K": 10, "M": 20, "G": 30}[found[2]] if found else 0
-    if number < SIZE_MIN:
-        raise ValueError("is not a size of 1M or more; give a number with K, M or G, as in 100M")
-    return number
+    """A size in bytes, from a number with a unit. Smaller log files would be replaced again and again."""
+    found = re.fullmatch("([1-9][0-9]{0,8})([MG])", text(raw).upper())
+    if not found:
+        raise ValueError("is not a size of 1M or more; give a number with M or G, as in 100M")
+    return int(found[1]) << {"M": 20, "G": 30}[found[2]]
 
 
 def minutes(raw: Raw) -> float:

@@ -189,7 +189,7 @@ if generation != "2":
         assert all(f"[{rank}] generation {g} rank {rank}\n" in job.stdout for g in range(3) for rank in range(2))
         assert str(run) in job.stderr
 
-    def test_a_file_of_the_largest_size_has_the_newest_lines_and_the_number_of_bytes_before_them(
+    def test_a_log_of_the_largest_size_has_the_newest_lines_and_the_number_of_bytes_before_them(
         self, tmp_path: Path
     ) -> None:
         script(tmp_path, "for number in range(60_000):\n    print(number, 'x' * 50)\nprint('end')")
@@ -200,12 +200,14 @@ if generation != "2":
         assert job.code == 0, job.output
         written = "".join(f"{number} {'x' * 50}\n" for number in range(60_000)) + "end\n"
         for rank in range(2):
-            log = (tmp_path / f"logs/latest/attempt_0/{rank}/stdout.log").read_text()
-            notice, _, rest = log.partition("\n")
-            dropped = int(re.findall(r"elaunch: the oldest ([\d,]+) bytes", notice)[0].replace(",", ""))
-            assert len(log) <= 1 << 20
-            assert rest == written[dropped:]
-            assert re.match(r"\d+ x", rest)
+            folder = tmp_path / f"logs/latest/attempt_0/{rank}"
+            older, newer = ((folder / name).read_text() for name in ("stdout.log.1", "stdout.log"))
+            notice, _, rest = newer.partition("\n")
+            dropped = int(
+                re.findall(r"in stdout.log.1; ([\d,]+) bytes before that were dropped", notice)[0].replace(",", "")
+            )
+            assert 1 << 19 < len(older) + len(newer) <= 1 << 20
+            assert older.partition("\n")[2] + rest == written[dropped:]
 
     def test_output_that_is_to_go_to_files_goes_to_a_private_folder_if_none_is_named(self, tmp_path: Path) -> None:
         script(tmp_path, SAY_WHO)

@@ -142,26 +142,25 @@ def test_a_redirected_stream_without_a_file_that_can_be_written_is_on_the_consol
     assert screen.shown() == b"[0] one\n"
 
 
-@pytest.mark.parametrize("end", [b"\n", b"\r"])
-def test_a_file_with_a_limit_drops_its_oldest_half_and_its_first_line_counts_the_bytes(
-    end: bytes, tmp_path: Path
-) -> None:
-    path, warned = tmp_path / "stdout.log", list[str]()
+def test_a_full_file_replaces_an_older_one_and_the_new_ones_first_line_counts_the_dropped_bytes(tmp_path: Path) -> None:
+    path, older, warned = tmp_path / "stdout.log", tmp_path / "stdout.log.1", list[str]()
     file = LogFile(str(path), warned.append, bytes_max=4096)
-    lines = [b"line %d %b%b" % (number, b"x" * (number % 37), end) for number in range(2000)]
+    lines = [b"line %d %b\n" % (number, b"x" * (number % 37)) for number in range(2000)]
+    notice = rb"elaunch: older output is in stdout.log.1; ([\d,]+) bytes before that were dropped \(--log-max-size\)\n"
     most = 0
 
     for line in lines:
         assert file.write(line) == b""
-        most = max(most, path.stat().st_size)
+        most = max(most, path.stat().st_size + (older.stat().st_size if older.exists() else 0))
 
-    notice, _, rest = path.read_bytes().partition(b"\n")
-    found = re.fullmatch(rb"elaunch: the oldest ([\d,]+) bytes of this output were dropped \(--log-max-size\)", notice)
-    assert found
-    assert rest == b"".join(lines)[int(found[1].replace(b",", b"")) :]
-    assert rest.startswith(b"line ") is (end == b"\n")
-    assert 2000 < len(rest) <= most <= 4096
-    assert (warned, [*tmp_path.iterdir()]) == ([], [path])
+    notices = [re.match(notice, each.read_bytes()) for each in (older, path)]
+    (_, of_older), (dropped, of_new) = [(int(found[1].replace(b",", b"")), found.end()) for found in notices if found]
+    kept = older.read_bytes()[of_older:] + path.read_bytes()[of_new:]
+    written = b"".join(lines)
+    assert written.endswith(kept)
+    assert 2000 < len(kept) < most <= 4096
+    assert len(written) - len(kept) == dropped
+    assert (warned, sorted(tmp_path.iterdir())) == ([], [path, older])
 
 
 def test_a_file_with_a_limit_that_cannot_be_replaced_takes_no_more_after_one_warning(tmp_path: Path) -> None:
