@@ -169,9 +169,10 @@ def _state_restarts(settings: Settings) -> Iterator[Task]:
 def _state_costs(settings: Settings) -> Iterator[Task]:
     if KEPT not in _sides(settings):
         return
+    workers = min(state.COST_WORKERS, max(settings.workers))
     for size_mb in state.SIZES_MB:
         count = max(1, settings.samples // (SAMPLES_PER_WINDOW if size_mb >= 1000 else 1))
-        yield Task("state: steady cost", f"pairs of {size_mb} MB", partial(state.pairs, size_mb, count))
+        yield Task("state: steady cost", f"pairs of {size_mb} MB", partial(state.pairs, size_mb, count, workers))
 
 
 def _only(settings: Settings, *wanted: Contender) -> tuple[Contender, ...]:

@@ -128,10 +128,10 @@ class Note:
     values: Mapping[str, float]
 
 
-def pairs(size_mb: int, count: int) -> Iterator[Sample]:
+def pairs(size_mb: int, count: int, workers: int) -> Iterator[Sample]:
     """One job of a state of `size_mb` MB (10^6 bytes): `count` pairs of stretches of training."""
     try:
-        yield from pair_samples(size_mb, _notes(size_mb, count))
+        yield from pair_samples(size_mb, _notes(size_mb, count, workers))
     except Trouble as trouble:
         yield Sample(COST_SECTION, ELAUNCH.name, size_mb, why=str(trouble))
 
@@ -156,11 +156,11 @@ def pair_samples(size_mb: int, notes: Sequence[Note]) -> list[Sample]:
     ]
 
 
-def _notes(size_mb: int, count: int) -> list[Note]:
+def _notes(size_mb: int, count: int, workers: int) -> list[Note]:
     with tempfile.TemporaryDirectory(prefix="bench_") as folder:
         path = Path(folder, "costs.jsonl")
         env = {"BENCH_STATE_BYTES": str(size_mb * 10**6), "BENCH_SAMPLES": str(count), "BENCH_COSTS": str(path)}
-        with Job(ELAUNCH, COST_WORKERS, (str(SCRIPTS / "paired.py"),), env=env) as job:
+        with Job(ELAUNCH, workers, (str(SCRIPTS / "paired.py"),), env=env) as job:
 
             def ended() -> list[Note] | None:
                 notes = read(path.read_text()) if path.exists() else []

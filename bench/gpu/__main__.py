@@ -26,6 +26,8 @@ BUDGET_S = 525.0
 _LEAST_S = 20.0
 _GRACE_S = 8.0
 _LAST_LINES = 3
+# The block to send: docs/gpu.md.
+BLOCK = "## Results of `make gpu`: please paste everything from this line on into an issue"
 _ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception)\b")
 
 Log = Callable[[str], None]
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = run_all(wanted, options.began_s + BUDGET_S, _log)
     results: dict[str, Any] = {"machine": describe(), "parts": found}
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    print(render(results))
+    print(f"{BLOCK}\n\n{render(results)}")
     if not options.only:
         options.page.write_text(update(options.page.read_text(), results))
         _log(f"{options.page} has the figures; {out} has all output")

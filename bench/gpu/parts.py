@@ -15,6 +15,7 @@ from typing import Any
 from bench.launches import RESTART, START
 from bench.page import NOTHING, measured, replaced, seconds, stages, table
 from bench.samples import decode
+from bench.state import COST_SECTION
 
 Figures = dict[str, Any]
 
@@ -26,6 +27,7 @@ SCRIPTS = ROOT / "bench" / "scripts"
 # The windows of a forward pass and of a step.
 WINDOWS, ACCUMULATED, CONTEXT = 12, 5, 1024
 STEPS = 30
+RANKS_SAMPLES = 10
 # The last ones: after a profile, steps stay slower than before it.
 PROFILED = "27-29"
 # GPT-2's 124 million parameters but for the vocabulary; see scripts/gpt_of_124m.py.
@@ -48,11 +50,16 @@ class Part:
 
 def parts(out: Path, *, shape: tuple[str, ...] = (*SHAPE, *BATCH)) -> list[Part]:
     """All parts; the ones whose figures are used most come first, since the time may end before the last."""
+    one_rank, ranks = ("test_accelerator.py", "test_doctor.py::test_this_node_can_train"), ("test_nccl.py",)
     return [
         _facts(out / "facts"),
+        _ranks_facts(out / "ranks-facts"),
+        _tests(out / "ranks-tests", 170, ranks),
+        _launches(out / "ranks-restarts", 240, "restart", "2,4", RANKS_SAMPLES, {"BENCH_DEVICE": "shared"}),
+        _tests(out / "tests", 120, one_rank),
+        _launches(out / "launches", 90, "start,restart", "1", 3, {}),
         _trainer(out / "bf16-compile-124m", shape, "--bf16", "--compile", vocabulary=GPT2_VOCABULARY),
-        _tests(out / "tests"),
-        _launches(out / "launches"),
+        _commits(out / "commits"),
         _trainer(out / "bf16-compile", shape, "--bf16", "--compile", "--profile", PROFILED),
         _trainer(out / "bf16", shape, "--bf16"),
         _trainer(out / "float32", shape),
@@ -64,19 +71,33 @@ def _facts(folder: Path) -> Part:
     return Part("facts", 60, command, facts, folder)
 
 
-def _tests(folder: Path) -> Part:
-    options = ("-q", "-rP", "-m", "", "-p", "no:cacheprovider")
-    command = (sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "e2e" / "test_accelerator.py"))
+def _ranks_facts(folder: Path) -> Part:
+    return Part("ranks-facts", 150, (sys.executable, str(SCRIPTS / "nccl_facts.py")), facts, folder)
+
+
+def _tests(folder: Path, limit_s: float, which: tuple[str, ...]) -> Part:
+    options = ("-q", "-rP", "-m", "", "-p", "no:cacheprovider", "-n", "4")
+    command = (sys.executable, "-m", "pytest", *options, *(str(ROOT / "tests" / "e2e" / each) for each in which))
     # Its tests find the repository's modules.
-    return Part("tests", 170, command, tests, folder, {"PYTHONPATH": str(ROOT)})
+    return Part(folder.name, limit_s, command, tests, folder, {"PYTHONPATH": str(ROOT)})
 
 
-def _launches(folder: Path) -> Part:
+def _launches(folder: Path, limit_s: float, only: str, workers: str, samples: int, env: Mapping[str, str]) -> Part:
+    options = ("--only", only, "--workers", workers, "--contenders", "elaunch,torchrun", "--samples", str(samples))
+    return _bench(folder, limit_s, options, env)
+
+
+def _commits(folder: Path) -> Part:
+    return _bench(folder, 90, ("--only", "state-cost", "--workers", "1", "--samples", "4"), {})
+
+
+def _bench(folder: Path, limit_s: float, options: tuple[str, ...], env: Mapping[str, str]) -> Part:
     samples = folder / "samples.json"
-    options = ("--only", "start,restart", "--workers", "1", "--contenders", "elaunch,torchrun", "--samples", "3")
     files = ("--out", str(samples), "--page", str(folder / "page.md"), "--limit-s", "30")
     command = (sys.executable, "-m", "bench", *options, *files)
-    return Part("launches", 120, command, lambda _: launches(samples.read_text()), folder, {"PYTHONPATH": str(ROOT)})
+    where = "with several ranks, which may share one GPU" if "BENCH_DEVICE" in env else "with one rank on the GPU"
+    env = {"PYTHONPATH": str(ROOT), **env}
+    return Part(folder.name, limit_s, command, lambda _: launches(samples.read_text(), where), folder, env)
 
 
 def _trainer(folder: Path, shape: tuple[str, ...], *options: str, vocabulary: int = BYTES) -> Part:
@@ -96,7 +117,7 @@ def _elaunch(folder: Path) -> tuple[str, ...]:
 
 
 def facts(output: str) -> Figures:
-    """The object behind the word `facts`, as scripts/gpu_facts.py prints it. Raises ValueError without it."""
+    """The object behind the word `facts`, as gpu_facts.py and nccl_facts.py print it. Raises ValueError without it."""
     found = re.search(r"facts (\{.*\})", output)
     if not found:
         raise ValueError("it printed no facts")
@@ -134,14 +155,15 @@ def trained(lines: Iterable[str], profile: Mapping[str, Any] | None) -> Figures:
     return found
 
 
-def launches(text: str) -> Figures:
+def launches(text: str, where: str) -> Figures:
     """The tables of what `python -m bench --out FILE` wrote. Raises ValueError if no sample has a time."""
     results = decode(text)
     tables = [
-        *measured(results, START, "Start of one worker on the GPU", "s from the command"),
+        *measured(results, START, f"Start {where}", "s from the command"),
         *stages(results, START, "the command"),
-        *measured(results, RESTART, "Restart of one worker on the GPU", "s from SIGKILL of the worker"),
+        *measured(results, RESTART, f"Restart {where}", "s from SIGKILL of a worker"),
         *stages(results, RESTART, "the kill"),
+        *measured(results, COST_SECTION, f"The Keeper while nothing fails, {where}", "Pairs of turns.", count="MB"),
     ]
     if not any(sample.values for sample in results.samples):
         raise ValueError("no sample has a time")
@@ -156,6 +178,22 @@ _TRAININGS = (
     ("the bundled trainer, bytes, bf16", "bf16"),
     ("the bundled trainer, bytes, float32", "float32"),
 )
+# The facts of scripts/nccl_facts.py: those of each way to handle errors, and the others.
+_AFTER_A_KILL = {
+    "stream_continued_s": "stream continued after s",
+    "status": "status of the group",
+    "raised": "wait() raised",
+    "summed": "share summed",
+    "own": "share of its own",
+}
+_OF_RANKS = {
+    "beside_gb_per_s": "GB/s of a copy of the state while NCCL's kernel waits",
+    "beside_still_waits": "the kernel still waits after that copy",
+    "context_to_all_reduce_s": "s of a forked worker for context, group and first all-reduce",
+    "ahead_to_all_reduce_s": "the same if its context was made before",
+    "memory_reaped_s": "s from SIGKILL until a process with 8 GiB of GPU memory is reaped",
+    "memory_free_s": "s from that SIGKILL until the memory is free",
+}
 _FACTS = ("gpu", "gpus", "memory_gb", "driver", "torch", "cuda", "nccl")
 
 
@@ -173,9 +211,10 @@ def render(results: Mapping[str, Any]) -> str:
     sections = [
         "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in machine.items()),
         *_first(facts),
+        *_ranks(found.get("ranks-facts", {})),
+        *(each for name in ("ranks-restarts", "launches", "commits") for each in found.get(name, {}).get("tables", ())),
         *_trainings(found),
-        *found.get("launches", {}).get("tables", ()),
-        *_test_counts(found.get("tests", {})),
+        *_test_counts(found),
         *_missing(parts),
     ]
     return "\n\n".join(sections) + "\n"
@@ -189,6 +228,21 @@ def _first(facts: Mapping[str, Any]) -> list[str]:
         f"CUDA's context takes {facts['context_s']:.2f} s, the group with its first all-reduce "
         f"{facts['first_all_reduce_s']:.2f} s, a small model's first compiled pass {facts['compile_s']:.1f} s. "
         f"The flight recorder has all {facts['flight_recorder']} all-reduces."
+    ]
+
+
+def _ranks(facts: Mapping[str, Any]) -> list[str]:
+    if not facts:
+        return []
+    heads = ("ASYNC_ERROR_HANDLING", *_AFTER_A_KILL.values())
+    rows = [
+        (handling, *(str(facts.get(f"killed_{handling}_{name}", NOTHING)) for name in _AFTER_A_KILL))
+        for handling in "0123"
+    ]
+    others = "\n".join(f"- {text}: {facts[name]}" for name, text in _OF_RANKS.items() if name in facts)
+    return [
+        "### Two ranks, one of which is killed in the middle of an all-reduce\n\n"
+        f"What the survivor has. Backend: {facts['backend']}.\n\n{table(heads, rows)}\n\n{others}"
     ]
 
 
@@ -214,13 +268,16 @@ def _trainings(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [f"### A GPT of 12 layers, width 768, context 1024\n\nMedians of the settled steps.\n\n{table(heads, rows)}"]
 
 
-def _test_counts(figures: Mapping[str, Any]) -> list[str]:
-    if not figures:
-        return []
-    counts = ", ".join(f"{figures[w]} {w}" for w in ("passed", "failed", "error", "errors", "skipped") if w in figures)
-    speed = figures.get("copy_gb_per_s")
-    copied = f" The Keeper copies the state beside a stuck stream with {speed:.1f} GB/s." if speed else ""
-    return [f"### Tests\n\ntests/e2e/test_accelerator.py: {counts}.{copied}"]
+def _test_counts(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for name, whose in (("ranks-tests", "several ranks"), ("tests", "one rank")):
+        figures = found.get(name, {})
+        words = ("passed", "failed", "error", "errors", "skipped")
+        if counts := ", ".join(f"{figures[word]} {word}" for word in words if word in figures):
+            speed = figures.get("copy_gb_per_s")
+            copied = f". The Keeper copies the state beside a stuck stream with {speed:.1f} GB/s" if speed else ""
+            lines.append(f"- {whose}: {counts}{copied}")
+    return ["### Tests\n\n" + "\n".join(lines)] if lines else []
 
 
 def _missing(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:

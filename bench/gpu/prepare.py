@@ -19,7 +19,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv-gpu"
 # What the tests and benches need beside elaunch's own requirements.
-EXTRA = ("pytest>=9", "numpy", "nvidia-ml-py>=12")
+EXTRA = ("pytest>=9", "pytest-xdist>=3", "numpy", "nvidia-ml-py>=12")
 # Devices of NVIDIA's driver, of Windows' subsystem for Linux, and of AMD's driver.
 DEVICES = ("dev/nvidia[0-9]*", "dev/dxg", "dev/kfd")
 _QUERY_TORCH = """

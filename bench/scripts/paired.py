@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+import devices
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,7 +37,7 @@ def turn(steps: Iterator[int], commit: Any, counted: int) -> tuple[float, float]
     """Make the steps. Returns the mean and the 95th percentile of the counted ones, in seconds."""
     ends_s = []
     for number, _ in enumerate(steps, 1):
-        model(torch.ones(BATCH, width)).square().mean().backward()
+        model(torch.ones(BATCH, width, device=device)).square().mean().backward()
         with commit():
             optimizer.step()
             optimizer.zero_grad()
@@ -69,15 +70,15 @@ def note(way: str, **values: float) -> None:
             file.write(json.dumps({"way": way, "values": values}) + "\n")
 
 
-dist.init_process_group("gloo")
+device = devices.join_group()
 width = round(math.sqrt(int(os.environ["BENCH_STATE_BYTES"]) / BYTES_PER_PARAMETER / LAYERS))
 torch.manual_seed(0)
-network = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
+network = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS))).to(device)
 model, optimizer = DistributedDataParallel(network), AdamW(network.parameters(), lr=1e-6, fused=True)
 every = 1
 plain(COUNTED_MIN), kept(COUNTED_MIN), kept(COUNTED_MIN)
 # So long that each turn has the snapshots that belong to it, no fewer and no more.
-agreed = torch.tensor(every * math.ceil(COUNTED_MIN / every))
+agreed = torch.tensor(every * math.ceil(COUNTED_MIN / every), device=device)
 dist.all_reduce(agreed, dist.ReduceOp.MAX)
 for number in range(int(os.environ["BENCH_SAMPLES"])):
     # The order changes, so that a slow stretch of the machine affects both alike.

@@ -3,7 +3,8 @@
 Each rank takes a GPU and NCCL if there is one for each rank of the node, else gloo and a CPU.
 
 Variables: BENCH_STAMPS, the file for the stamps; BENCH_STEPS, how many steps to make (0: until it is killed);
-BENCH_STEP_S, the pause between two steps, as if an accelerator were at work; BENCH_DEVICE=cpu, to leave GPUs alone.
+BENCH_STEP_S, the pause between two steps, as if an accelerator were at work; BENCH_DEVICE=cpu, to leave GPUs alone,
+and =shared, to let all ranks share one.
 """
 
 import os
@@ -21,15 +22,16 @@ from torch.optim import AdamW  # noqa: E402
 
 mark("torch")
 
-device = torch.device("cpu")
-if os.environ.get("BENCH_DEVICE") != "cpu" and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    torch.zeros(1, device=device)
-    torch.cuda.synchronize()
-    mark("context")
+where = os.environ.get("BENCH_DEVICE", "")
+if where == "shared" or (where != "cpu" and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])):
+    import devices
 
-dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = devices.make_context()
+    mark("context")
+    devices.join_group()
+else:
+    device = torch.device("cpu")
+    dist.init_process_group("gloo")
 mark("group")
 
 total = torch.tensor([RANK + 1], device=device)

@@ -42,7 +42,7 @@ def test_make_gpu_without_a_gpu_is_one_sentence_and_runs_nothing() -> None:
 def test_the_tables_of_launches_are_the_benchs() -> None:
     sample = Sample("restart", "elaunch", 1, {"first all-reduce": 2.0}, {"CUDA context": 1.0})
 
-    text = "\n".join(gpu_parts.launches(encode(Run({}, {}, (sample,))))["tables"])
+    text = "\n".join(gpu_parts.launches(encode(Run({}, {}, (sample,))), "here")["tables"])
 
     assert re.search(r"first all-reduce +\| +1 \| +elaunch \| +1 \| +2.00", text)
     assert re.search(r"CUDA context +\| +1.00", text)
@@ -90,6 +90,7 @@ def results() -> dict[str, Any]:
             "facts": {"figures": {**facts, "flight_recorder": 5}},
             "bf16-compile-124m": {"figures": ours},
             "launches": {"figures": {"tables": ["CUDA context"]}},
+            "ranks-facts": {"figures": {"backend": "nccl", "killed_2_status": "COMM_ERROR", "memory_free_s": 0.2}},
             "tests": {"figures": {"passed": 6, "failed": 1}},
             "float32": {"why": "the nine minutes were over"},
         },
@@ -105,7 +106,7 @@ def test_the_page_has_the_figures_between_its_markers() -> None:
     assert fresh.endswith(f"{END}\nbelow\n")
     assert NOT_RUN not in fresh
     assert update(fresh, results()) == fresh
-    for text in ("gpu: H200", "16 × something", "400,000", "95 %", "6 passed, 1 failed", "CUDA context"):
+    for text in ("gpu: H200", "16 × something", "400,000", "95 %", "6 passed, 1 failed", "CUDA context", "COMM_ERROR"):
         assert text in fresh
     assert "- float32: the nine minutes were over" in fresh
     assert failed(results()["parts"]) == ["tests"]
