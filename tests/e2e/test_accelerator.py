@@ -1,13 +1,12 @@
 """A step, a kill and a restart on what this machine has: NCCL on a GPU where there is one, else gloo on CPUs.
 
-The other tests need GPUs. All are slow ones, so that `make test` skips nothing. They run what the unit tests show with
-stand-ins for a GPU. See docs/gpu.md.
+The other tests need a GPU. All are slow ones, so that `make test` skips nothing. They run what the unit tests show with
+stand-ins for a GPU. Several ranks: test_nccl.py. See docs/gpu.md.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import REPOSITORY, RUN_LIMIT_S, Job, environment, finished, script
+from tests.harness import REPOSITORY, RUN_LIMIT_S, Job, environment, script
 
 TRAIN = """
 import os, signal
@@ -129,58 +128,3 @@ def test_types_and_memory_formats_are_kept_on_the_gpu() -> None:
 
     tests = "tests/unit/trainer/keeper/test_formats.py"
     print(output_of("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, ELAUNCH_TEST_DEVICE="cuda"))
-
-
-KEPT = """
-import os, signal, sys, time
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from elaunch.trainer import Keeper
-
-cuda = torch.cuda.is_available()
-rank, generation = int(os.environ["RANK"]), os.environ["ELAUNCH_GENERATION"]
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-if cuda:
-    torch.cuda.set_device(device)
-dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=20))
-torch.manual_seed(0)
-model = torch.nn.Linear(512, 512).to(device)
-ddp = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
-optimizer = torch.optim.AdamW(ddp.parameters())
-with Keeper(ddp, optimizer, lose_at_most=1000) as keeper:
-    for step in keeper.steps(8):
-        if (generation, step, rank) == ("0", 5, 1) and sys.argv[1] == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if (generation, step, rank) == ("0", 5, 1) and sys.argv[1] == "hang":
-            time.sleep(600)
-        ddp(torch.full((8, 512), step / 8, device=device)).square().mean().backward()
-        with keeper.commit():
-            optimizer.step()
-            optimizer.zero_grad()
-if rank == 0:
-    words = [int(p.detach().view(torch.int32).sum(dtype=torch.int64)) for p in model.parameters()]
-    print(f"trained to {words} on {dist.get_backend()}", flush=True)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["kill", "hang"])
-def test_neither_a_killed_peer_nor_an_aborted_collective_costs_a_step(tmp_path: Path, how: str) -> None:
-    need_gpus(int(os.environ.get("ELAUNCH_TEST_GPUS", "2")))
-    script(tmp_path, KEPT)
-    # The collective of the rank that waits is aborted, and the rank goes on.
-    aborts = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
-    args = ("--nproc-per-node", "2", "train.py")
-
-    calm, failed = (finished(tmp_path, *args, each, env=aborts if each == "hang" else {}) for each in ("calm", how))
-
-    assert (calm.code, failed.code) == (0, 0), calm.output + failed.output
-    end = re.search("trained to .*", calm.output)
-    assert end
-    assert end[0] in failed.output
-    assert "restored step 4 from memory (of generation 0); 0 steps are repeated" in failed.output
-    if how == "hang" and "nccl" in end[0]:
-        assert "BrokenGroup: step 5 is not committed" in failed.output
