@@ -74,7 +74,15 @@ def experiment(name: str, run: Experiment, env: Mapping[str, str] | None = None)
 
 def live(rank: int, port: int, run: Experiment, env: Mapping[str, str], both: Any, queue: Any) -> None:
     """The life of a forked rank. It ends at once: torch's own end would wait for a broken group."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **env,
+    }
     try:
         queue.put(run(both))
     except Exception as error:
@@ -88,17 +96,21 @@ def killed(both: Any) -> Facts:
     import devices
 
     device = devices.join_group(LIMIT_S / 2)
+    values = torch.ones(LARGE, device=device)
+    times = []
     # The first collective connects the ranks.
-    dist.all_reduce(torch.ones(LARGE, device=device))
+    for _ in range(4):
+        both.wait(LIMIT_S)
+        began_s = time.monotonic()
+        dist.all_reduce(values)
+        devices.finish()
+        times.append(time.monotonic() - began_s)
+    values.fill_(devices.RANK + 1)
     devices.finish()
-    began_s = time.monotonic()
-    dist.all_reduce(torch.ones(LARGE, device=device))
-    devices.finish()
-    whole_s = time.monotonic() - began_s
-    values = torch.full((LARGE,), float(devices.RANK + 1), device=device)
+    whole_s = min(times)
     both.wait(LIMIT_S)
     work = dist.all_reduce(values, async_op=True)
-    time.sleep(whole_s / 2)
+    time.sleep(0.4 * whole_s)
     if devices.RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began_s, raised = time.monotonic(), ""

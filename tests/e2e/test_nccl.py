@@ -257,7 +257,20 @@ sys.exit(killing_trainer.main(sys.argv[2:]))
 """
 STEPS = 20
 # Four layers for a pipeline; workers that share one model draw dropout's masks of their own.
-NETWORK = ("--steps", str(STEPS), "--micro-batch", "3", "--layers", "4", "--heads", "4", "--dropout", "0", "--lr", "3e-4")
+NETWORK = (
+    "--steps",
+    str(STEPS),
+    "--micro-batch",
+    "3",
+    "--layers",
+    "4",
+    "--heads",
+    "4",
+    "--dropout",
+    "0",
+    "--lr",
+    "3e-4",
+)
 LOSE_AT_MOST = 5
 
 
