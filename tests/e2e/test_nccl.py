@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.faults.trainings import Training
 from tests.harness import REPOSITORY, Job, finished, script
@@ -143,13 +142,15 @@ def evaluate():
     devices.finish()
 
 device = devices.join_group(120)
-waited(torch.ones(4, device=device))
-# Without a GPU: a rank that is late is noticed after each spin, one that hangs never.
-SPINS = 200_000 if HOW == "late" else 10**9
+dist.all_reduce(torch.ones(4, device=device))
+devices.finish()
+# Without a GPU: a spin ends when the others may have come, or never.
+SPINS = 10**9 if HOW in ("stuck", "elsewhere") else 200_000
 SECONDS = 6 if HOW == "late" else 600
-if devices.RANK == 1 and HOW in ("late", "stuck"):
+if devices.RANK == 1 and HOW in ("late", "stuck", "timeout"):
     print("sleeps", flush=True)
     load_shard()
+    waited(torch.ones(1 << 22, device=device))
 elif devices.RANK == 1 and HOW == "elsewhere":
     print("sleeps", flush=True)
     evaluate()
@@ -169,7 +170,8 @@ VERDICTS = {
 @pytest.mark.parametrize("how", VERDICTS)
 def test_the_rank_that_hangs_is_named_although_the_others_spin(tmp_path: Path, how: str) -> None:
     script(tmp_path, HANGS)
-    with Job(tmp_path, "--nproc-per-node", "2", "--hang-timeout", str(HANG_S), "train.py", how, env=ENV) as job:
+    # Of two ranks in different collectives either could be wrong.
+    with Job(tmp_path, "--nproc-per-node", "3", "--hang-timeout", str(HANG_S), "train.py", how, env=ENV) as job:
         job.wait_for_output("sleeps")
         began_s = time.monotonic()
         verdict = job.wait_for_output(r"^elaunch: the job seems to hang: (.*)$")
@@ -178,7 +180,7 @@ def test_the_rank_that_hangs_is_named_although_the_others_spin(tmp_path: Path, h
 
     print(f"{how}: the verdict after {took_s:.1f} s with --hang-timeout {HANG_S}")
     assert re.match(VERDICTS[how], verdict[1]), f"the wrong rank is named: {verdict[1]}"
-    assert job.stdout.count("done well") == 2
+    assert job.stdout.count("done well") == 3
 
 
 def test_a_rank_that_comes_late_is_no_hang(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_a_rank_that_comes_late_is_no_hang(tmp_path: Path) -> None:
 
 def test_a_collective_that_times_out_with_nobody_dead_is_the_cause_in_the_report(tmp_path: Path) -> None:
     script(tmp_path, HANGS.replace("join_group(120)", "join_group(8)"))
-    options = ("--nproc-per-node", "2", "--hang-timeout", "0", "--max-restarts", "0", "train.py", "stuck")
+    options = ("--nproc-per-node", "2", "--hang-timeout", "0", "--max-restarts", "0", "train.py", "timeout")
 
     job = finished(tmp_path, *options, env={**ENV, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"})
 
@@ -210,8 +212,8 @@ def test_stacks_show_where_each_rank_is_while_one_waits_for_the_other_on_its_gpu
         shown = finished(tmp_path, "stacks", "stuck")
 
     assert shown.code == 0, shown.output
-    assert re.search(r"rank 0.*\n(?:.*\n)*?.*waited \(train\.py:\d+\)", shown.stdout), shown.stdout
-    assert re.search(r"rank 1.*\n(?:.*\n)*?.*load_shard \(train\.py:\d+\)", shown.stdout), shown.stdout
+    assert re.search(r"rank 0: waited \(train\.py:\d+\)", shown.stdout), shown.stdout
+    assert re.search(r"rank 1: load_shard \(train\.py:\d+\)", shown.stdout), shown.stdout
 
 
 SLOW = """
@@ -308,5 +310,7 @@ def test_each_plan_has_the_losses_of_one_process_although_a_rank_is_killed(
     assert {each["rank"] for each in steps} == {0, 1}
     # NCCL's kernels on a GPU, gloo's calls without one.
     assert all(0 < each["communication_s"] < each["seconds"] for each in steps), "the profile shows no communication"
+    import torch
+
     if torch.cuda.is_available():
         assert json.loads(profile.read_text())["gpu_busy"] > 0, "the profile shows no kernels"
