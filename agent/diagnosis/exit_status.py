@@ -317,7 +317,8 @@ def _lost(raised: Raised) -> str:
     where = f" in {raised.call}" if raised.call else ""
     # A C++ message without the location in torch's sources before it and the advice after it.
     message = re.sub(r"^\[[^]]*:\d+\] ", "", raised.message.partition("\n")[0]).partition(". ")[0].rstrip(".")
-    return f"lost a peer{where} ({raised.exception}: {message})"
+    what = "timed out waiting for a peer" if re.search(TIMED_OUT, message, re.IGNORECASE) else "lost a peer"
+    return f"{what}{where} ({raised.exception}: {message})"
 
 
 def _ending(message: str) -> str:

@@ -200,8 +200,7 @@ def test_a_collective_that_times_out_with_nobody_dead_is_the_cause_in_the_report
     job = finished(tmp_path, *options, env={**ENV, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"})
 
     assert job.code != 0, job.output
-    assert "a collective timed out" in job.stderr, "the report has another cause"
-    assert "one rank did not enter this collective" in job.stderr
+    assert "Next step: one rank did not enter this collective" in job.stderr, "the report has another cause"
 
 
 def test_stacks_show_where_each_rank_is_while_one_waits_for_the_other_on_its_gpu(tmp_path: Path) -> None:

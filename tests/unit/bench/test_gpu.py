@@ -138,6 +138,21 @@ def test_the_trainers_parts_run_on_this_machine_with_a_small_shape(tmp_path: Pat
     assert more == 16 * (50304 - 256)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(HAS_DEVICE, reason="this machine has a GPU")
+def test_without_a_gpu_the_facts_about_two_ranks_are_gloos(tmp_path: Path) -> None:
+    (wanted,) = (each for each in parts(tmp_path) if each.name == "ranks-facts")
+
+    found = run(wanted, 120)
+
+    assert "why" not in found, found
+    figures = found["figures"]
+    assert (figures["backend"], figures["beside_still_waits"]) == ("gloo", True)
+    # The survivor of an all-reduce that was cut has a part of the sum.
+    assert figures["killed_3_summed"] + figures["killed_3_own"] == pytest.approx(1, abs=0.01)
+    assert figures["ahead_to_all_reduce_s"] > 0
+
+
 def parameters(folder: Path) -> int:
     fields = (folder / "output.txt").read_text().split()
     return int(fields[fields.index("parameters,") - 1].replace(",", ""))

@@ -359,6 +359,16 @@ def test_a_lost_peer_is_named_with_the_call_that_waited_for_it(frames: str, erro
     assert lost.message.startswith(f"lost a peer in {call} (" if call else "lost a peer (RuntimeError")
 
 
+def test_a_rank_whose_collective_timed_out_is_not_said_to_have_lost_a_peer() -> None:
+    # The peer may live, and have entered another collective.
+    error = f"RuntimeError: {GLOO}unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete\n"
+
+    found = failure(1, tail=f'Traceback (most recent call last):\n  File "train.py", line 3, in step\n    f()\n{error}')
+
+    assert found.kind is FailureKind.PEER_LOST
+    assert found.message.startswith("timed out waiting for a peer (RuntimeError: Timed out waiting 8000ms for recv")
+
+
 def test_a_survivor_that_nccls_watchdog_aborts_lost_a_peer() -> None:
     aborted = failure(-6)
     tail = (
