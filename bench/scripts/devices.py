@@ -56,5 +56,5 @@ if __name__ == "__main__":
     from elaunch.trainer import train
     from elaunch.trainer.__main__ import main
 
-    train.join = lambda _: join_group()
+    train.join = lambda place: join_group()
     sys.exit(main())

@@ -123,7 +123,8 @@ def killed(both: Any) -> Facts:
     while not is_over() and time.monotonic() < began_s + LIMIT_S:
         time.sleep(0.001)
     took_s = time.monotonic() - began_s
-    status = dist.group.WORLD._get_backend(device).get_error().name if devices.CUDA else ""
+    group: Any = dist.group.WORLD
+    status = group._get_backend(device).get_error().name if devices.CUDA else ""
     facts = {"all_reduce_s": round(whole_s, 3), "status": status}
     if not is_over():
         return {**facts, "stream_continued_s": None}
