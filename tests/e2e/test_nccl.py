@@ -26,7 +26,8 @@ import os, signal, socket, sys, threading, time
 CASES = [case.split("-") for case in sys.argv[1:]]
 GENERATION = int(os.environ["ELAUNCH_GENERATION"])
 HOW, HANDLING = CASES[GENERATION] if GENERATION < len(CASES) else ("calm", "3")
-os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": HANDLING, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
+# The watchdog waits four times as long before it aborts or ends the process: a minute, else.
+os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": HANDLING, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}
 import devices
 import torch
 import torch.distributed as dist
@@ -57,8 +58,9 @@ optimizer = torch.optim.AdamW(ddp.parameters())
 
 def reduce(_, bucket):
     strikes = keeper.step + 1 == AT and devices.RANK == 1 and keeper_is_entered
-    # The first bucket is summed, and the second one is not.
+    # The first bucket is summed, and the last one is not.
     if strikes and HOW == "between" and bucket.is_last():
+        devices.finish()
         die()
     future = allreduce_hook(None, bucket)
     if strikes and HOW == "hang":
@@ -104,7 +106,7 @@ def test_half_reduced_gradients_are_never_committed_and_no_step_is_lost(
     options = ("--nproc-per-node", str(workers), "--hang-timeout", "4", "--max-restarts", str(len(cases)), "train.py")
 
     failing = finished(tmp_path, *options, *cases, env=ENV)
-    calm = finished(tmp_path, *options, *(f"calm-{number % 4}" for number, _ in enumerate(cases)), env=ENV)
+    calm = finished(tmp_path, *options, *["calm-3"] * len(cases), env=ENV)
 
     assert (calm.code, failing.code) == (0, 0), calm.output + failing.output
     ends = dict(re.findall(END, calm.output, re.MULTILINE))
@@ -138,11 +140,15 @@ def load_shard():
     time.sleep(SECONDS)
 
 def evaluate():
-    dist.broadcast(torch.ones(1 << 22, device=device), 0)
-    devices.finish()
+    # In a group of its own: different collectives in one group have no defined result with NCCL.
+    values = torch.ones(1 << 22, device=device)
+    dist.broadcast(values, 0, evaluators)
+    values.sum().item()
 
 device = devices.join_group(120)
-dist.all_reduce(torch.ones(4, device=device))
+evaluators = dist.new_group([0, 1])
+for group in (dist.group.WORLD, *[evaluators] * (devices.RANK < 2)):
+    dist.all_reduce(torch.ones(4, device=device), group=group)
 devices.finish()
 # Without a GPU: a spin ends when the others may have come, or never.
 SPINS = 10**9 if HOW in ("stuck", "elsewhere") else 200_000
@@ -305,11 +311,12 @@ def test_each_plan_has_the_losses_of_one_process_although_a_rank_is_killed(
     print(f"{plan}: largest relative difference of a loss: {worst:.2g}")
     assert worst < 1e-4
     (profile,) = (tmp_path / "run" / "logs").glob("latest/attempt_1/profile/profile.json")
-    steps = json.loads(profile.read_text())["steps"]
-    assert {each["rank"] for each in steps} == {0, 1}
+    record = json.loads(profile.read_text())
+    assert {each["rank"] for each in record["steps"]} == {0, 1}
     # NCCL's kernels on a GPU, gloo's calls without one.
-    assert all(0 < each["communication_s"] < each["seconds"] for each in steps), "the profile shows no communication"
+    shares = [each["communication_s"] / each["seconds"] for each in record["steps"]]
+    assert all(0 < share < 1 for share in shares), "the profile shows no communication"
     import torch
 
     if torch.cuda.is_available():
-        assert json.loads(profile.read_text())["gpu_busy"] > 0, "the profile shows no kernels"
+        assert record["gpu_busy"] > 0, "the profile shows no kernels"
