@@ -21,7 +21,7 @@ import torch.distributed as dist
 # An all-reduce of so many floats takes a tenth of a second or more through sockets.
 LARGE = 64 << 20
 # How long a survivor is observed, and any rank waits.
-LIMIT_S = 20.0
+LIMIT_S = 12.0
 HELD_BYTES = 8 << 30
 
 FORKING = multiprocessing.get_context("fork")
@@ -32,11 +32,14 @@ Experiment = Callable[[Any], Facts]
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
-    on_gpu = forked(torch.cuda.is_available)
+    on_gpu = has_gpu()
     facts: Facts = {"backend": "nccl" if on_gpu else "gloo"}
     # Gloo does not read the variable.
     for handling in "0123" if on_gpu else "3":
-        facts |= experiment(f"killed_{handling}", killed, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": handling})
+        # The watchdog waits four times as long before it aborts, or before 3 ends the process that is observed.
+        wait_ms = "15000" if handling == "3" else "100"
+        env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": handling, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": wait_ms}
+        facts |= experiment(f"killed_{handling}", killed, env)
     for each in (beside, context, ahead):
         facts |= experiment(each.__name__, each)
     if on_gpu:
@@ -44,12 +47,12 @@ def main() -> None:
     print("facts", json.dumps(facts), flush=True)
 
 
-def forked(function: Callable[[], bool]) -> bool:
-    """Whether it is true in a forked process: CUDA that was initialized here would be broken in all others."""
-    process = FORKING.Process(target=lambda: os._exit(int(function())))
+def has_gpu() -> bool:
+    """Ask in a forked process: CUDA that was initialized here would be broken in all others."""
+    process = FORKING.Process(target=lambda: os._exit(0 if torch.cuda.is_available() else 2))
     process.start()
     process.join(LIMIT_S)
-    return process.exitcode == 1
+    return process.exitcode == 0
 
 
 def experiment(name: str, run: Experiment, env: Mapping[str, str] | None = None) -> Facts:
@@ -188,7 +191,7 @@ def ahead(both: Any) -> Facts:
 
 def memory_returns() -> Facts:
     """A process that holds memory of the GPU is killed: seconds until it is reaped, and until the memory is free."""
-    there, queue = FORKING.Event(), FORKING.SimpleQueue()
+    there, counted, queue = FORKING.Event(), FORKING.Event(), FORKING.SimpleQueue()
 
     def hold() -> None:
         _ = torch.empty(HELD_BYTES, dtype=torch.uint8, device="cuda")
@@ -197,7 +200,7 @@ def memory_returns() -> Facts:
 
     def observe() -> None:
         before = torch.cuda.mem_get_info()[0]
-        queue.put(before)
+        counted.set()
         while torch.cuda.mem_get_info()[0] < before + HELD_BYTES // 2:
             time.sleep(0.001)
         queue.put(time.monotonic())
@@ -206,7 +209,7 @@ def memory_returns() -> Facts:
     holder.start()
     there.wait(LIMIT_S)
     observer.start()
-    queue.get()
+    counted.wait(LIMIT_S)
     began_s = time.monotonic()
     holder.kill()
     holder.join(LIMIT_S)

@@ -34,7 +34,10 @@ FRESH, COUNTED_MIN = 24, 100
 
 
 def turn(steps: Iterator[int], commit: Any, counted: int) -> tuple[float, float]:
-    """Make the steps. Returns the mean and the 95th percentile of the counted ones, in seconds."""
+    """Make the steps. Returns the mean and the 95th percentile of the counted ones, in seconds.
+
+    On a GPU a step without the Keeper is over here before the GPU has made it: only its mean counts.
+    """
     ends_s = []
     for number, _ in enumerate(steps, 1):
         model(torch.ones(BATCH, width, device=device)).square().mean().backward()
