@@ -69,12 +69,16 @@ def test_a_part_that_fails_is_told_with_its_last_lines_and_the_others_run(tmp_pa
     assert (both["why"], both["went_wrong"]) == ("exit code 3", True)
 
 
-def test_a_part_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("limit_s", "wrong"), [(3, ["one"]), (60, [])], ids=["its limit", "the nine minutes"])
+def test_a_part_that_does_not_end_is_ended_with_all_that_it_started(
+    tmp_path: Path, limit_s: float, wrong: list[str]
+) -> None:
     child = "import subprocess, time; p = subprocess.Popen(['sleep', '600']);"
 
-    found = run(part(tmp_path, f"{child} print(p.pid, flush=True); time.sleep(600)"), 3)
+    found = run(part(tmp_path, f"{child} print(p.pid, flush=True); time.sleep(600)", limit_s=limit_s), 3)
 
     assert found["why"] == "it did not end within 3 s"
+    assert failed({"one": found}) == wrong
     pid = int((tmp_path / "one" / "output.txt").read_text())
     # It may not be reaped here.
     line = Path(f"/proc/{pid}/cmdline")
@@ -149,6 +153,7 @@ def test_without_a_gpu_the_facts_about_two_ranks_are_gloos(tmp_path: Path) -> No
     figures = found["figures"]
     assert (figures["backend"], figures["beside_still_waits"]) == ("gloo", True)
     # The survivor of an all-reduce that was cut has a part of the sum.
+    assert figures["killed_3_raised"] == "RuntimeError"
     assert figures["killed_3_summed"] + figures["killed_3_own"] == pytest.approx(1, abs=0.01)
     assert figures["ahead_to_all_reduce_s"] > 0
 
