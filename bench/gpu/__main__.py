@@ -98,17 +98,20 @@ def run(part: Part, limit_s: float) -> dict[str, Any]:
         return {"why": f"it could not be run: {error}", "went_wrong": True}
     output = log.read_text(errors="replace")
     took = {"took_s": round(time.monotonic() - began_s, 1)}
-    if code is None:
-        # Not if the nine minutes have cut it short.
-        is_slow = limit_s >= part.limit_s
-        return {"why": f"it did not end within {limit_s:.0f} s", "went_wrong": is_slow, **took}
+    late = f"it did not end within {limit_s:.0f} s" if code is None else ""
     try:
         figures = part.read(output)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return {"why": f"exit code {code}, no figures ({error}): {last_error(output)}", "went_wrong": True, **took}
-    # Failed tests are figures: they are reported with the others.
-    wrong = {"why": f"exit code {code}", "went_wrong": True} if code and "failed" not in figures else {}
-    return {"figures": figures, **wrong, **took}
+        figures, late = {}, late or f"exit code {code}, no figures ({error}): {last_error(output)}"
+    # A bench that was stopped has samples. Failed tests are figures: they are reported with the others.
+    why = late or (f"exit code {code}" if code and "failed" not in figures else "")
+    # The nine minutes may have cut it short.
+    went_wrong = bool(why) and (code is not None or limit_s >= part.limit_s)
+    return {
+        **({"figures": figures} if figures else {}),
+        **({"why": why, "went_wrong": went_wrong} if why else {}),
+        **took,
+    }
 
 
 def last_error(output: str) -> str:

@@ -27,7 +27,7 @@ SCRIPTS = ROOT / "bench" / "scripts"
 # The windows of a forward pass and of a step.
 WINDOWS, ACCUMULATED, CONTEXT = 12, 5, 1024
 STEPS = 30
-RANKS_SAMPLES = 5
+RANKS_SAMPLES = 10
 # The last ones: after a profile, steps stay slower than before it.
 PROFILED = "27-29"
 # GPT-2's 124 million parameters but for the vocabulary; see scripts/gpt_of_124m.py.
@@ -55,7 +55,7 @@ def parts(out: Path, *, shape: tuple[str, ...] = (*SHAPE, *BATCH)) -> list[Part]
         _facts(out / "facts"),
         _ranks_facts(out / "ranks-facts"),
         _tests(out / "ranks-tests", 240, ranks),
-        _launches(out / "ranks-restarts", 180, "restart", "2,4", RANKS_SAMPLES, {"BENCH_DEVICE": "shared"}),
+        _launches(out / "ranks-restarts", 220, "restart", "2,4", RANKS_SAMPLES, {"BENCH_DEVICE": "shared"}),
         _tests(out / "tests", 120, one_rank),
         _launches(out / "launches", 90, "start,restart", "1", 3, {}),
         _trainer(out / "bf16-compile-124m", shape, "--bf16", "--compile", vocabulary=GPT2_VOCABULARY),

@@ -67,6 +67,8 @@ def test_a_part_that_fails_is_told_with_its_last_lines_and_the_others_run(tmp_pa
     # Figures of a part that then failed are shown, and it counts as failed.
     both = run(part(tmp_path, "print('facts {}'); raise SystemExit(3)", "both"), 60)
     assert (both["why"], both["went_wrong"]) == ("exit code 3", True)
+    late = run(part(tmp_path, "import time; print('facts {\"n\": 5}', flush=True); time.sleep(600)", "late"), 3)
+    assert (late["why"], late["figures"]) == ("it did not end within 3 s", {"n": 5})
 
 
 @pytest.mark.parametrize(("limit_s", "wrong"), [(3, ["one"]), (60, [])], ids=["its limit", "the nine minutes"])
