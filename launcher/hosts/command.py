@@ -52,6 +52,7 @@ _LEFT_BEHIND_S = 10.0
 _SEEN_MAX = 10_000
 _TIME = re.compile(rb"[0-9]{4}(-[0-9]{2}){2} [0-9]{2}(:[0-9]{2}){2} ")
 _OF_WORKER = re.compile(rb"\[[^]]+\][: ].")
+_TEMPLATE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _SSH_OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ControlMaster=no"),
     # Ends the connection to a host that is gone, after the job has noticed it by its lease.
@@ -96,8 +97,10 @@ def run_on_hosts(options: Options, environ: Mapping[str, str], log: Log) -> int:
     try:
         for host, command in commands.items():
             # An sshd, perhaps of a jump host, may refuse ten logins at once (MaxStartups).
-            if len(job.waiting()) >= _LOGINS_MAX and (signum := job.next(time.monotonic() + _LOGIN_S)):
-                return 128 + signum
+            login_s = time.monotonic() + _LOGIN_S
+            while len(job.waiting()) >= _LOGINS_MAX and (signum := job.next(login_s)) is not None:
+                if signum:
+                    return 128 + signum
             remote = _Remote(host, host in here, command)
             job.start(remote, version=__version__, argv=_argv(options, host), environ=sent)
         if signum := job.await_replies():
@@ -348,7 +351,8 @@ class _Job:
 
     def _show(self, remote: _Remote, fd: int, lines: bytes) -> None:
         with self._lock:
-            if fd == 2 or not remote.reply:
+            # With a prefix that the user chose, lines of several ranks may be equal.
+            if not remote.reply or (fd == 2 and _TEMPLATE not in os.environ):
                 lines = b"".join(line for line in lines.splitlines(keepends=True) if self._is_shown(remote, fd, line))
             try:
                 write_all(fd, lines)

@@ -228,9 +228,21 @@ def test_many_logins_at_once_are_not_refused(tmp_path: Path, hosts: Callable[[in
     cluster = hosts(2)
     cluster.serve(cluster.nodes[1])
     cluster.add_ssh_option(f"Host a*\nHostName {cluster.nodes[1].ipv4}")
-    with cluster.job(tmp_path, "--hosts", "a[0-15]", "none.py") as job:
+    with cluster.job(tmp_path, "--hosts", "a[0-39]", "none.py") as job:
         assert job.wait() == 2
-        assert job.stderr.count("none.py does not exist") == 16
+        assert job.stderr.count("none.py does not exist") == 40
+
+
+def test_with_a_prefix_of_the_users_the_equal_lines_of_all_hosts_are_shown(
+    tmp_path: Path, hosts: Callable[[int], Hosts]
+) -> None:
+    cluster = hosts(2)
+    cluster.serve(cluster.nodes[1])
+    program = script(tmp_path, "import sys\nprint('a line', file=sys.stderr)").name
+    prefix = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${local_rank}: "}
+    with cluster.job(tmp_path, "--hosts", "node0,node1", program, env=prefix) as job:
+        assert job.wait() == 0
+        assert job.stderr.splitlines().count("0: a line") == 2
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
