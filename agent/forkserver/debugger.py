@@ -24,7 +24,9 @@ def prepare() -> None:
         _attach(link, "waits for an IDE before its program")
     elif when == "error":
         mark = f"{os.environ.get('ELAUNCH_MEMORY')}/debugged-{os.environ['ELAUNCH_GENERATION']}"
-        reports.at_program_end(lambda: _examine(link, mark, is_meant=is_meant))
+        pid = os.getpid()
+        # A child that the program forked runs this too, but its program is not the rank's.
+        reports.at_program_end(lambda: _examine(link, mark, is_meant=is_meant) if os.getpid() == pid else None)
 
 
 def _examine(link: int, mark: str, *, is_meant: bool) -> None:

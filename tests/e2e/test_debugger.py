@@ -176,6 +176,13 @@ def test_a_rank_that_only_loses_its_peer_gets_no_debugger(tmp_path: Path) -> Non
     assert ("lost a peer" in job.output, "IDE" in job.output) == (True, False)
 
 
+def test_a_child_that_a_rank_has_forked_gets_no_debugger(tmp_path: Path) -> None:
+    script(tmp_path, "import os\nif os.fork():\n    print(os.wait()[1])\nelse:\n    raise ValueError")
+    with Job(tmp_path, *TWO, "--debug-on-error", "1", *LIGHT, "train.py") as job:
+        assert job.wait() == 0
+    assert sorted(job.stdout.splitlines()) == ["[0] 256", "[1] 256"]
+
+
 def test_in_the_background_it_leaves_the_terminal_to_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.terminal.COMMAND", ["bash", "-mc"])
     command = shlex.join([*COMMAND, "--debug-on-error", "any", "--no-preload", script(tmp_path, "").name])
