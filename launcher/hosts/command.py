@@ -34,6 +34,7 @@ from elaunch.launcher.preflight import check_command, read_secret
 from elaunch.launcher.schedulers.detect import HOSTS, HOSTS_VARIABLE
 from elaunch.launcher.store.locate import given_addresses, given_token
 from elaunch.lines import split_lines, write_all
+from elaunch.rendezvous.endpoint import is_loopback
 from elaunch.rendezvous.secret import new_token
 from elaunch.strict_json import parse_json
 
@@ -389,4 +390,6 @@ def _head(remotes: Sequence[_Remote]) -> str:
     if not first.is_here:
         return first.reply.get("server", first.host.name.rpartition("@")[2])
     clients = [each.reply["client"] for each in remotes if "client" in each.reply]
-    return next(iter([*filter(can_be_bound, clients), *routable_addresses()]), first.host.name)
+    # The user's own login, or ssh to a host, may come through a tunnel.
+    ours = [each for each in clients if can_be_bound(each) and not is_loopback(each)]
+    return next(iter([*ours, *routable_addresses()]), first.host.name)

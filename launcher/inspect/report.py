@@ -97,7 +97,8 @@ def read_report(job: Sequence[NodeLog], metrics_path: Path | None, beside: Path)
     for shown in (*report.causes, *past.warned):
         if shown.is_cause and shown.folder and shown.rank >= 0:
             folder = Path(shown.folder, f"attempt_{shown.generation}", str(shown.rank))
-            files = [(name, folder / name) for name in ("stderr.log", "stdout.log", "error.json")]
+            names = ("stderr.log", "stderr.log.1", "stdout.log", "stdout.log.1", "error.json")
+            files = [(name, folder / name) for name in names]
             links[shown] = _links(files, beside)
         # The named rank's node comes first.
         nodes = sorted(past.nodes, key=lambda node: node.folder != shown.folder)

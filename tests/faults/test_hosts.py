@@ -163,7 +163,9 @@ def test_one_command_starts_the_job_on_three_hosts(tmp_path: Path, hosts: Callab
     for other in (folder, *tmp_path.glob("ssh/home-*")):
         script(other, "raise SystemExit('not for elaunch')", "json.py")
     Quoted = type("Quoted", (Job,), {"command": (f"{python}/bin/python", "-m", "elaunch")})
-    words = {"HF_WORD": word, "OWN": "a", "NOT_SENT": "b"}
+    # The user's own login came through a tunnel.
+    login = {"SSH_CONNECTION": "127.0.0.1 2201 127.0.0.1 22"}
+    words = {"HF_WORD": word, "OWN": "a", "NOT_SENT": "b", **login}
     args = (*cluster.options, "--hosts", "node0,node1:2,node2", "--ssh-env", "OWN,NONE", "train.py")
     with Quoted(folder, *args, env=words, prefix=cluster.nodes[0].prefix) as job:
         assert job.wait() == 0

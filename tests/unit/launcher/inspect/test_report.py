@@ -125,13 +125,15 @@ def test_logs_are_linked_relative_to_the_page_and_only_if_they_hold_something(tm
     run = put(tmp_path / "logs" / "night_00000000", restarted())
     for rank, text in ((0, ""), (1, "last line\n")):
         (run / "attempt_0" / str(rank)).mkdir(parents=True)
-        (run / "attempt_0" / str(rank) / "stderr.log").write_text(text)
+        for name in ("stderr.log", "stdout.log.1"):
+            (run / "attempt_0" / str(rank) / name).write_text(text)
     (run / "attempt_x").mkdir()
 
     assert report(run, "-o", tmp_path / "page.html") == 0
 
     page = (tmp_path / "page.html").read_text()
     assert 'href="logs/night_00000000/attempt_0/1/stderr.log"' in page
+    assert 'href="logs/night_00000000/attempt_0/1/stdout.log.1"' in page
     assert "attempt_0/0/stderr.log" not in page
 
 
