@@ -1,4 +1,4 @@
-"""The device and backend of each rank: its own GPU, or one GPU for all, or a CPU with gloo. As a program: the trainer.
+"""The device and backend of each rank: its own GPU, or one GPU for all, or a CPU with gloo.
 
 NCCL refuses two ranks on one GPU of one host, and compares hosts by a hash that NCCL_HOSTID replaces. If each rank has
 another one, ranks share a GPU and communicate through sockets, as on several hosts. That shows neither NVLink nor
@@ -8,7 +8,6 @@ Variable: BENCH_DEVICE=cpu, to leave GPUs alone.
 """
 
 import os
-import sys
 from datetime import timedelta
 
 import torch
@@ -18,7 +17,6 @@ RANK = int(os.environ["RANK"])
 CUDA = os.environ.get("BENCH_DEVICE") != "cpu" and torch.cuda.is_available()
 IS_SHARED = CUDA and torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"])
 DEVICE = torch.device("cuda", 0 if IS_SHARED else int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
-BACKEND = "nccl" if CUDA else "gloo"
 _SHARED = {
     "NCCL_HOSTID": f"rank-{RANK}",
     "NCCL_P2P_DISABLE": "1",
@@ -42,7 +40,7 @@ def join_group(timeout_s: float = 60.0) -> torch.device:
     make_context()
     if IS_SHARED:
         os.environ.update(_SHARED)
-    dist.init_process_group(BACKEND, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group("nccl" if CUDA else "gloo", timeout=timedelta(seconds=timeout_s))
     return DEVICE
 
 
@@ -50,11 +48,3 @@ def finish() -> None:
     """Wait until the device has done what was begun."""
     if CUDA:
         torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    from elaunch.trainer import train
-    from elaunch.trainer.__main__ import main
-
-    train.join = lambda place: join_group()
-    sys.exit(main())

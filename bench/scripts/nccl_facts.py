@@ -183,9 +183,7 @@ def ahead(both: Any) -> Facts:
     """The same of a worker that was forked ahead, and has its context already."""
     import devices
 
-    if devices.CUDA:
-        torch.zeros(1, device=devices.DEVICE)
-        devices.finish()
+    devices.make_context()
     return context(both)
 
 

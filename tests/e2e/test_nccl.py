@@ -28,6 +28,8 @@ GENERATION = int(os.environ["ELAUNCH_GENERATION"])
 HOW, HANDLING = CASES[GENERATION] if GENERATION < len(CASES) else ("calm", "3")
 # The watchdog waits four times as long before it aborts or ends the process: a minute, else.
 os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": HANDLING, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}
+# Also with a GPU for each rank: only a socket can be cut.
+os.environ |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
 import devices
 import torch
 import torch.distributed as dist
