@@ -307,7 +307,9 @@ def test_each_plan_has_the_losses_of_one_process_although_a_rank_is_killed(
     run = trained(tmp_path / "run", 2, *options, asks=("loss-0-9-1",))
 
     assert run.struck() == ["loss-0-9-1"]
-    assert 0 <= 8 - run.began(1) < LOSE_AT_MOST, "the kill costs more steps than --lose-at-most"
+    # With DDP the survivor has the whole state.
+    lost_max = 0 if plan == "ddp" else LOSE_AT_MOST - 1
+    assert 0 <= 8 - run.began(1) <= lost_max, "the kill costs more steps than --lose-at-most"
     # Sums of another order differ in the last bits.
     worst = run.difference(one_process)
     print(f"{plan}: largest relative difference of a loss: {worst:.2g}")
