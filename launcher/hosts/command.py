@@ -53,7 +53,6 @@ _LEFT_BEHIND_S = 10.0
 _SEEN_MAX = 10_000
 _TIME = re.compile(rb"[0-9]{4}(-[0-9]{2}){2} [0-9]{2}(:[0-9]{2}){2} ")
 _OF_WORKER = re.compile(rb"\[[^]]+\][: ].")
-_TEMPLATE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _SSH_OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ControlMaster=no"),
     # Ends the connection to a host that is gone, after the job has noticed it by its lease.
@@ -73,6 +72,7 @@ _WAYS_OUT = {
     "Host key verification failed": "accept its key once: ssh {0}",
     "Could not resolve hostname": "correct its name",
     "Connection (closed|reset) by": "MaxStartups of its sshd, or of a jump host's, limits the logins at once",
+    "": "try by hand: ssh {0} true",
 }
 
 
@@ -202,16 +202,12 @@ class _Remote:
         """Why the host does not take part; empty if it does."""
         if self.reply:
             return self.reply["refusal"]
-        by_hand = "try by hand: ssh {0} true"
-        if not self.has_ended:
-            what, way_out = f"no response within {_CONNECT_S + _REPLY_S:g} s", by_hand
-        elif self.process.returncode == 255:
-            what = f"ssh failed ({self.last_line})"
-            way_out = next((way for text, way in _WAYS_OUT.items() if re.search(text, self.last_line)), by_hand)
-        else:
+        if self.has_ended and self.process.returncode != 255:
             why = f"exit code {self.process.returncode}: {self.last_line}".removesuffix(": ")
             what = f"{sys.executable} -m elaunch does not start there ({why})"
-            way_out = "all hosts need the same environment at the same path"
+            return f"{what}; all hosts need the same environment at the same path"
+        what = f"ssh failed ({self.last_line})" if self.has_ended else f"no response within {_CONNECT_S + _REPLY_S:g} s"
+        way_out = next(way for text, way in _WAYS_OUT.items() if re.search(text, self.last_line))
         return f"{what}; {way_out.format(self.host.name)}"
 
 
@@ -353,7 +349,7 @@ class _Job:
     def _show(self, remote: _Remote, fd: int, lines: bytes) -> None:
         with self._lock:
             # With a prefix that the user chose, lines of several ranks may be equal.
-            if not remote.reply or (fd == 2 and _TEMPLATE not in os.environ):
+            if not remote.reply or (fd == 2 and "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" not in os.environ):
                 lines = b"".join(line for line in lines.splitlines(keepends=True) if self._is_shown(remote, fd, line))
             try:
                 write_all(fd, lines)
