@@ -43,6 +43,8 @@ def main() -> int:
     if refusal or (start := _read()) is None:
         return 0
     os.environ.update(start["environ"])
+    # Else Ctrl-C while the agent's Python starts would be a traceback.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     command = [sys.executable, *interpreter_options(), "-m", "elaunch", *job["argv"]]
     agent = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM)

@@ -18,6 +18,8 @@ def end_at_ctrl_c() -> None:
             _signal.signal(signum, _signal.SIG_DFL)
     if _signal.getsignal(_signal.SIGINT) in (_signal.default_int_handler, _signal.SIG_IGN):
         _signal.signal(_signal.SIGINT, _end)
+    # `hosts.node` has blocked it while Python starts.
+    _signal.pthread_sigmask(_signal.SIG_UNBLOCK, (_signal.SIGINT,))
 
 
 def raise_at_ctrl_c() -> None:

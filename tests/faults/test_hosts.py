@@ -38,6 +38,12 @@ if sys.argv[1:] == ["wait"]:
     if os.environ["WORLD_SIZE"] != "1":
         time.sleep(600)
 """
+STARTS_SLOWLY = """
+import os, sys, time
+if "--scheduler" in sys.orig_argv:
+    open(f"starts-{os.getpid()}", "w").close()
+    time.sleep(2)
+"""
 # Passes bytes on after 100 ms in each direction.
 RELAY = """
 import collections, os, select, socket, sys, time
@@ -260,6 +266,21 @@ def test_the_end_of_the_command_ends_the_job_on_every_host(
         job.process.send_signal(signum)
         assert job.wait() == code
         cluster.is_idle()
+
+
+def test_ctrl_c_while_python_starts_for_the_agents_ends_the_job_without_a_traceback(
+    tmp_path: Path, hosts: Callable[[int], Hosts]
+) -> None:
+    cluster = hosts(2)
+    cluster.serve(cluster.nodes[1])
+    script(tmp_path, STARTS_SLOWLY, "sitecustomize.py")
+    args = ("--hosts", "node0,node1", script(tmp_path, WAITS).name)
+    with cluster.job(tmp_path, *args, env={"PYTHONPATH": str(tmp_path)}) as job:
+        wait_for(lambda: len(list(tmp_path.glob("starts-*"))) == 2, "both agents start")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130
+        assert job.stderr == ""
+    cluster.is_idle()
 
 
 def test_a_hangup_that_is_ignored_here_does_not_reach_the_hosts(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
