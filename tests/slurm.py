@@ -194,7 +194,8 @@ class Batch:
 
         def is_there() -> bool:
             now = self.state
-            assert now not in ends, f"job {self.number} is {now}:\n{self.output}"
+            code = self._field("ExitCode")
+            assert now not in ends, f"job {self.number} is {now}, ExitCode {code}:\n{self.output}"
             return now == state
 
         try:

@@ -114,7 +114,7 @@ def run_on_hosts(options: Options, environ: Mapping[str, str], log: Log) -> int:
 def _hosts_of(options: Options) -> tuple[Host, ...]:
     path = options.hostfile
     try:
-        return parse_hostfile(Path(path).read_text("utf-8")) if path else options.hosts
+        return parse_hostfile(Path(path).read_text("utf-8", "replace")) if path else options.hosts
     except OSError as error:
         raise UsageError(f"--hostfile {path} cannot be read ({error.strerror}); give a file of hosts") from None
     except ValueError as error:
