@@ -194,8 +194,7 @@ class Batch:
 
         def is_there() -> bool:
             now = self.state
-            code = self._field("ExitCode")
-            assert now not in ends, f"job {self.number} is {now}, ExitCode {code}:\n{self.output}"
+            assert now not in ends, f"job {self.number} is {now} ({self._field('ExitCode')}):\n{self.output}"
             return now == state
 
         try:

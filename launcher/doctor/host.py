@@ -285,7 +285,7 @@ def site_check(command: tuple[str, ...], environ: Mapping[str, str]) -> None:
         os.close(output)
     if trouble:
         text = ": ".join(filter(None, (f"--health-command {command[0]} {trouble}", plain(reason))))
-        raise SiteError(f"this node does not join the job: {text}")
+        raise SiteError(f"{os.uname().nodename} does not join the job: {text}")
 
 
 @contextmanager
@@ -297,6 +297,8 @@ def health_check(
     A strict check is waited for, and raises SiteError for an unhealthy node, which keeps it out of the job.
     """
     needs, findings, is_over = Needs(workers=workers), list[Finding](), threading.Event()
+    # Under --hosts and srun the lines of all nodes come to one place.
+    this_node = os.uname().nodename
 
     def complaints() -> list[str]:
         return [f"{each.found} ({each.advice})" for each in findings if each.grade is Grade.BAD]
@@ -307,7 +309,7 @@ def health_check(
             findings.extend([*check_shm(needs), *check_limits(needs)])
             findings.extend(check_gpus(environ, needs))
         for complaint in () if is_strict or is_over.is_set() else complaints():
-            log(f"this node is not healthy: {complaint} (--health-check strict would keep it out of the job)")
+            log(f"{this_node} is not healthy: {complaint} (--health-check strict would keep it out of the job)")
 
     thread = threading.Thread(target=check, name="elaunch-health", daemon=True)
     thread.start()
@@ -315,7 +317,7 @@ def health_check(
         thread.join(_HEALTH_S)
         if complained := ["its GPUs do not answer"] if thread.is_alive() else complaints():
             raise SiteError(
-                f"this node does not join the job, since it is not healthy: {'; '.join(complained)}."
+                f"{this_node} does not join the job, since it is not healthy: {'; '.join(complained)}."
                 " elaunch doctor shows more; --health-check warn joins anyway"
             )
     try:

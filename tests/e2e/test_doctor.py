@@ -104,7 +104,7 @@ def test_a_node_that_fails_the_sites_check_does_not_join_and_the_checks_first_li
     job = checked(tmp_path, check)
 
     assert job.code == 3
-    assert job.output == f"elaunch: this node does not join the job: --health-command ./check.sh {how}\n"
+    assert job.output == f"elaunch: {os.uname().nodename} does not join the job: --health-command ./check.sh {how}\n"
 
 
 def test_a_node_that_passes_the_sites_check_joins_and_shows_none_of_its_output(tmp_path: Path) -> None:

@@ -112,5 +112,5 @@ def test_an_unhealthy_node_does_not_join_and_another_takes_its_place(tmp_path: P
         cluster.start(2, nnodes="2", options=("--health-check", "strict", *PATIENT))
 
         assert cluster.meeting(2).hosts == ["node0", "node2"]
-        assert "this node does not join the job, since it is not healthy: 20 MiB of 20 MiB" in cluster.agents[1].stderr
+        assert "node1 does not join the job, since it is not healthy: 20 MiB of 20 MiB" in cluster.agents[1].stderr
         cluster.end(0, 2)
