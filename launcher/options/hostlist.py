@@ -10,8 +10,10 @@ from elaunch.rendezvous.types import SLOTS_MAX
 
 # A comma that is not in brackets.
 _COMMA = re.compile(r",(?![^][]*\])")
+# After the host on a line of a host file, perhaps with max_slots=N beside it.
+_SLOTS = re.compile(r"\s(?:.*\s)?slots=(\S*).*")
 _HOSTS_MAX = 1 << 16
-_HOW = "use HOST,HOST or HOST:WORKERS, as in node[0-3]:8"
+_HOW = "write HOST or HOST:WORKERS, as in node[0-3]:8"
 # A user's name before @, then a name, an address, or an IPv6 address in brackets; then the number of workers.
 _HOST = re.compile(
     r"(?P<user>[^][@:,\s-][^][@:,\s]*@)?"
@@ -45,13 +47,9 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
     """
     totals: dict[str, int | None] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        if not (words := line.partition("#")[0].split()):
-            continue
-        slots = next((word[6:] for word in words[1:] if word.startswith("slots=")), None)
+        word = _SLOTS.sub(r":\1", line.partition("#")[0].strip())
         try:
-            hosts = _hosts(words[0] if slots is None else f"{words[0]}:{slots}")
-            if len(words) > 1 and hosts[0].slots is None:
-                raise ValueError("has no slots=N after the host; add it, or write only the host")
+            hosts = _hosts(word) if word else []
         except ValueError as error:
             raise ValueError(f"line {number} ({line.strip()[:80]}) {error}") from None
         for host in hosts:

@@ -40,7 +40,7 @@ def test_the_hosts_of_a_file(text: str, hosts: list[Host]) -> None:
 @pytest.mark.parametrize(
     ("parse", "text", "part"),
     [
-        (parse_hosts, "node0,,node1", "has '', which is not a host; use HOST,HOST"),
+        (parse_hosts, "node0,,node1", "has '', which is not a host; write HOST or HOST:WORKERS"),
         (parse_hosts, "node0:gpu", "has gpu as the number of workers; give 1 to "),
         (parse_hosts, "node0:", "has nothing as the number of workers"),
         (parse_hosts, "node0:0", "has 0 as the number of workers"),
@@ -50,8 +50,8 @@ def test_the_hosts_of_a_file(text: str, hosts: list[Host]) -> None:
         (parse_hosts, "n[0-999999999]", "has 0-999999999, which is neither a number nor a range"),
         (parse_hosts, "n[0-9999][0-9999]", "has more than 65536 hosts"),
         (parse_hostfile, "node0\nnode1 slots=many\n", "line 2 (node1 slots=many) has many as the number of workers"),
-        (parse_hostfile, "node0, node1\n", "line 1 (node0, node1) has 'node0,', which is not a host"),
-        (parse_hostfile, "node0 slot=8\n", "line 1 (node0 slot=8) has no slots=N after the host"),
+        (parse_hostfile, "node0, node1\n", "line 1 (node0, node1) has 'node0, node1', which is not a host"),
+        (parse_hostfile, "node0 slot=8\n", "line 1 (node0 slot=8) has 'node0 slot=8', which is not a host"),
         (parse_hostfile, "# only this\n", "names no host"),
     ],
 )
