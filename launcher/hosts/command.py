@@ -15,7 +15,6 @@ import re
 import secrets
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 from elaunch import __version__
 from elaunch.agent.linux import in_threads
@@ -39,12 +39,10 @@ from elaunch.rendezvous.secret import new_token
 from elaunch.strict_json import parse_json
 
 Log = Callable[[str], None]
-_PIPE = subprocess.PIPE
 _CONNECT_S = 10
 # From the connection to the reply: a login shell, and Python's imports from a shared disk.
 _REPLY_S = 60.0
 _PATIENT_S = 3.0
-_RESOLVE_S = 6.0
 _LOGINS_MAX, _LOGIN_S = 9, 1.0
 # How long an agent may take beyond the job's own graces, and an ssh whose host does not respond.
 _END_S = 5.0
@@ -77,12 +75,15 @@ _WAYS_OUT = {
 
 
 def run_on_hosts(options: Options, environ: Mapping[str, str], log: Log) -> int:
-    """Run the job of `options` on its hosts. Returns its exit code. Raises UsageError and SiteError."""
+    """Run the job of `options` on its hosts. Returns its exit code.
+
+    Raises UsageError and SiteError; SystemExit at a signal before all hosts have agreed.
+    """
     hosts = _hosts_of(options)
-    _check(options, len(hosts))
+    needed = _check(options, len(hosts))
     ssh, mark = options.ssh_command or ("ssh",), f"elaunch-{secrets.token_hex(8)}"
     node = [sys.executable, *interpreter_options(), "-m", "elaunch.launcher.hosts.node", mark]
-    resolved = in_threads({host: partial(_is_here, host) for host in hosts}, _RESOLVE_S, "elaunch-resolve")
+    resolved = in_threads({host: partial(_is_here, host) for host in hosts}, _CONNECT_S, "elaunch-resolve")
     here = {host for host, is_here in resolved.items() if is_here}
     # `exec` and plain words: sh, bash, zsh, fish and tcsh read it alike.
     by_ssh = {host: [*ssh, *_SSH_OPTIONS, host.name, f"exec {shlex.join(node)}"] for host in hosts}
@@ -94,18 +95,14 @@ def run_on_hosts(options: Options, environ: Mapping[str, str], log: Log) -> int:
     if here != set(hosts):
         check_command(ssh[0], "--ssh-command ")
     sent = _environment(options, environ, log)
-    job = _Job(options, mark, log)
+    job = _Job(options, needed, mark, log)
     try:
         for host, command in commands.items():
             # An sshd, perhaps of a jump host, may refuse ten logins at once (MaxStartups).
-            login_s = time.monotonic() + _LOGIN_S
-            while len(job.waiting()) >= _LOGINS_MAX and (signum := job.next(login_s)) is not None:
-                if signum:
-                    return 128 + signum
+            job.wait(_LOGINS_MAX - 1, _LOGIN_S)
             remote = _Remote(host, host in here, command)
             job.start(remote, version=__version__, argv=_argv(options, host), environ=sent)
-        if signum := job.await_replies():
-            return 128 + signum
+        job.await_replies()
         return job.run()
     finally:
         job.kill()
@@ -121,15 +118,13 @@ def _hosts_of(options: Options) -> tuple[Host, ...]:
         raise UsageError(f"--hostfile {path} {error}") from None
 
 
-def _check(options: Options, count: int) -> None:
-    """Raises UsageError for options that mean nothing together with --hosts."""
+def _check(options: Options, count: int) -> int:
+    """The number of hosts that the job needs. Raises UsageError for options that mean nothing together with --hosts."""
     if not count:
         raise UsageError("--dry-run shows the commands of --hosts; give --hosts HOST,HOST, or drop it")
-    least, most = options.nnodes if "nnodes" in options.given else (1, count)
-    if least > count:
-        raise UsageError(f"--nnodes {least} is more than the hosts ({count}); add hosts, or lower it")
-    if most == 1 < count:
-        raise UsageError(f"--nnodes 1 contradicts --hosts, which has {count} hosts; drop one of them")
+    least, most = options.nnodes if "nnodes" in options.given else (count, count)
+    if least > count or most == 1 < count:
+        raise UsageError(f"--nnodes {least} contradicts the number of hosts ({count}); drop it, or change the hosts")
     if options.target == "-":
         raise UsageError(
             "- reads the program from stdin, which the hosts do not share; give a file that all of them have"
@@ -138,6 +133,7 @@ def _check(options: Options, count: int) -> None:
         raise UsageError(f"--{given[0]} is about one node, and --hosts starts all of them; drop one of them")
     if (scheduler := options.typed.get("scheduler", "none")) not in ("auto", "none"):
         raise UsageError(f"--scheduler {scheduler} contradicts --hosts, which needs no scheduler; drop one of them")
+    return least
 
 
 def _environment(options: Options, environ: Mapping[str, str], log: Log) -> dict[str, str]:
@@ -181,9 +177,7 @@ class _Remote:
     def __init__(self, host: Host, is_here: bool, command: Sequence[str]) -> None:
         self.host, self.is_here = host, is_here
         # In a session of its own: Ctrl-C in this terminal would end ssh, and the agent could not save.
-        self.process = subprocess.Popen(
-            command, bufsize=0, stdin=_PIPE, stdout=_PIPE, stderr=_PIPE, start_new_session=True
-        )
+        self.process = Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
         self.reply: dict[str, str] = {}
         self.last_line = ""
         self.has_ended = False
@@ -227,8 +221,8 @@ class _Job:
     has stopped by itself, 0 else.
     """
 
-    def __init__(self, options: Options, mark: str, log: Log) -> None:
-        self._options, self._mark, self._log = options, mark.encode(), log
+    def __init__(self, options: Options, needed: int, mark: str, log: Log) -> None:
+        self._grace_s, self._needed, self._mark, self._log = options.stop_grace, needed, mark.encode(), log
         self._remotes: list[_Remote] = []
         self._inbox: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._stop_s, self._signum, self._outcome = math.inf, 0, 0
@@ -244,32 +238,30 @@ class _Job:
         self._remotes.append(remote)
         threading.Thread(target=self._follow, args=(remote, job), daemon=True).start()
 
-    def waiting(self) -> list[str]:
-        """The hosts that have neither replied nor ended."""
-        return [each.host.name for each in self._remotes if not (each.reply or each.has_ended)]
-
-    def next(self, until_s: float) -> int | None:
-        """The next entry of the inbox; None if none comes until then."""
+    def _next(self, within_s: float) -> int | None:
+        """The next entry of the inbox; None if none comes in time."""
         with suppress(queue.Empty):
-            return self._inbox.get(timeout=min(max(0.0, until_s - time.monotonic()), threading.TIMEOUT_MAX))
+            return self._inbox.get(timeout=min(max(0.0, within_s), threading.TIMEOUT_MAX))
         return None
 
-    def await_replies(self) -> int:
-        """Wait until every host has agreed. Returns the signal that ended the wait, or 0.
+    def wait(self, hosts_max: int, within_s: float) -> list[str]:
+        """Wait until at most so many hosts have neither replied nor ended, and return them. SystemExit at a signal."""
+        until_s = time.monotonic() + within_s
+        while True:
+            waiting = [each.host.name for each in self._remotes if not (each.reply or each.has_ended)]
+            if len(waiting) <= hosts_max or (signum := self._next(until_s - time.monotonic())) is None:
+                return waiting
+            if signum:
+                sys.exit(128 + signum)
 
-        Raises UsageError or SiteError with a sentence for each host that has not agreed.
-        """
-        begun_s = time.monotonic()
-        for limit_s in (_PATIENT_S, _CONNECT_S + _REPLY_S):
-            while (waiting := self.waiting()) and (signum := self.next(begun_s + limit_s)) is not None:
-                if signum:
-                    return signum
-            if waiting and limit_s == _PATIENT_S:
-                self._log(f"waiting for {', '.join(waiting)} (ssh)")
+    def await_replies(self) -> None:
+        """Wait until every host has agreed. Raises UsageError or SiteError with a sentence for each that has not."""
+        if waiting := self.wait(0, _PATIENT_S):
+            self._log(f"waiting for {', '.join(waiting)} (ssh)")
+            self.wait(0, _CONNECT_S + _REPLY_S - _PATIENT_S)
         if refused := [each for each in self._remotes if each.why_refused()]:
             text = "\n".join([*(f"{each.host.name}: {each.why_refused()}" for each in refused), "no host has started"])
             raise (UsageError if all(each.reply for each in refused) else SiteError)(text)
-        return 0
 
     def run(self) -> int:
         """Start the agents, and pass signals on until all have ended. Returns the job's exit code."""
@@ -281,7 +273,7 @@ class _Job:
             for each in [each for each in left if each.has_ended]:
                 left.remove(each)
                 self._after_end_of(each, len(left))
-            signum = self.next(self._stop_s) if left else 0
+            signum = self._next(self._stop_s - time.monotonic()) if left else 0
             if signum is None:
                 names = ", ".join(each.host.name for each in left)
                 self._log(f"{names}: no end in time after the stop signal")
@@ -301,17 +293,16 @@ class _Job:
         # An agent that cannot start has code 2 or 3. No other host can take its place.
         if self._signum or not (remote.is_lost or code in (2, 3)):
             return
-        least = self._options.nnodes[0] if "nnodes" in self._options.given else len(self._remotes)
-        needed = f"; the job needs {least} nodes, and is stopped" if 0 < left < least else ""
+        needed = f"; the job needs {self._needed} nodes, and is stopped" if 0 < left < self._needed else ""
         self._log(f"{remote.host.name}: the connection, or elaunch there, has ended (exit code {code}){needed}")
-        if left < least:
+        if left < self._needed:
             self._stop(signal.SIGTERM, 1 if remote.is_lost else code)
 
     def _stop(self, signum: int, outcome: int = 0) -> None:
         """Pass the signal on. The second one kills the workers."""
         for each in self._remotes:
             each.send(signal=signum)
-        grace_s = 0.0 if self._signum else self._options.stop_grace
+        grace_s = 0.0 if self._signum else self._grace_s
         self._stop_s = min(self._stop_s, time.monotonic() + grace_s + _END_S)
         self._signum, self._outcome = self._signum or signum, self._outcome or outcome
 
@@ -348,11 +339,9 @@ class _Job:
 
     def _show(self, remote: _Remote, fd: int, lines: bytes) -> None:
         with self._lock:
-            # With a prefix that the user chose, lines of several ranks may be equal.
-            if not remote.reply or (fd == 2 and "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" not in os.environ):
-                lines = b"".join(line for line in lines.splitlines(keepends=True) if self._is_shown(remote, fd, line))
+            shown = [line for line in lines.splitlines(keepends=True) if self._is_shown(remote, fd, line)]
             try:
-                write_all(fd, lines)
+                write_all(fd, b"".join(shown))
             except OSError as error:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
                 if isinstance(error, BrokenPipeError) and fd == 1:
@@ -373,7 +362,8 @@ class _Job:
             elif fd == 2:
                 remote.last_line = line.decode(errors="replace").strip() or remote.last_line
             return False
-        if fd == 1 or _OF_WORKER.match(line):
+        # With a prefix that the user chose, lines of several ranks may be equal.
+        if fd == 1 or "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" in os.environ or _OF_WORKER.match(line):
             return True
         if len(self._seen) > _SEEN_MAX:
             self._seen.clear()

@@ -32,7 +32,7 @@ from elaunch.launcher.preflight import check_options
 
 
 def main() -> int:
-    """The exit code is the agent's. If a signal has killed the agent, SIGKILL ends this process: ssh has 255 then."""
+    """The exit code is the agent's; if a signal has killed the agent, that of ssh for a lost connection."""
     # "client's address, its port, server's address, its port"
     ends = dict(zip(("client", "client_port", "server"), os.environ.get("SSH_CONNECTION", "").split(), strict=False))
     if (job := _read()) is None:
@@ -51,9 +51,7 @@ def main() -> int:
     )
     threading.Thread(target=_pass_signals, args=(agent,), daemon=True).start()
     code = agent.wait()
-    if code < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return code
+    return 255 if code < 0 else code
 
 
 def _read() -> Any:
