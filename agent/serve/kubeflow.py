@@ -20,14 +20,12 @@ from elaunch.agent.linux import start_thread
 
 # The server's URL, and the files of its certificate authority and of the token.
 _VARIABLES = ("KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERVER_CA_CERT", "KUBEFLOW_TRAINER_SERVER_TOKEN")
-# The guide asks for five seconds or more between two posts.
-EVERY_S = 5.0
 _POST_S = 5.0
 _CLOSE_S = 2.0
 
 
 class ProgressPoster:
-    """Posts progress at most every EVERY_S, and the last step, each in a thread; nothing unless all variables are set.
+    """Posts each progress of the timeline in a thread; nothing unless all variables are set.
 
     `warn` is called for each post that fails.
     """
@@ -35,7 +33,6 @@ class ProgressPoster:
     def __init__(self, environ: Mapping[str, str], warn: Callable[[str], object]) -> None:
         self._url, self._ca_cert, self._token = settings = [environ.get(name, "") for name in _VARIABLES]
         self._is_set, self._warn = all(settings), warn
-        self._left, self._next_s = 1, 0.0
         self._thread: threading.Thread | None = None
 
     def observe(self, event: str, fields: Mapping[str, Any], now_s: float) -> None:
@@ -44,13 +41,9 @@ class ProgressPoster:
         if not self._is_set or event != "progress" or fields["first_rank"] != 0 or not (total := fields.get("total")):
             return
         left = max(total - max(fields["steps"]), 0)
-        is_new_end = self._left and not left
-        if now_s < self._next_s and not is_new_end:
-            return
-        self._left, self._next_s = left, now_s + EVERY_S
         status = {"progressPercentage": 100 * (total - left) // total}
-        if (steps_per_s := fields.get("steps_per_s")) or not left:
-            status["estimatedRemainingSeconds"] = round(left / (steps_per_s or 1))
+        if steps_per_s := fields.get("steps_per_s"):
+            status["estimatedRemainingSeconds"] = round(left / steps_per_s)
         self._thread = start_thread(partial(self._post, status), "elaunch-kubeflow")
 
     def close(self) -> None:
