@@ -125,26 +125,25 @@ def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
         logs = None
 
     def write() -> None:
-        hours = _hours(logs) if logs else ""
-        text = report(outcome, config.spec, logs, agent.run_dir.is_incomplete, hours)
-        agent.pump.write_report(text, record(outcome, logs))
+        text = report(outcome, config.spec, logs, agent.run_dir.is_incomplete)
+        hours = _hours(logs) if text and logs else ""
+        agent.pump.write_report(text + hours, record(outcome, logs))
 
     # In the pump's thread, which has written the timeline then.
     agent.pump.do(write)
 
 
 def _hours(logs: Path) -> str:
-    """The workers' hours in words; empty for a few seconds, or if this node's timeline cannot be read."""
-    from elaunch.launcher.inspect.history import goodput, history, hours_text
+    """A line with the workers' hours; empty for a few seconds, or if this node's timeline cannot be read."""
+    from elaunch.launcher.inspect.history import goodput, history
     from elaunch.launcher.inspect.node_log import TIMELINE, node_log
 
     try:
         with (logs / TIMELINE).open("rb") as lines:
-            past = history([node_log(str(logs), lines)])
+            found = goodput(history([node_log(str(logs), lines)]))
     except (OSError, ValueError):
         return ""
-    found = goodput(past)
-    return hours_text(past, found) if found.used_h + found.lost_h >= _HOURS_MIN else ""
+    return f"elaunch: {found.hours}\n" if found.used_h + found.lost_h >= _HOURS_MIN else ""
 
 
 def run(options: Options, environ: Mapping[str, str], on_outcome: OnOutcome = show_report) -> int:

@@ -31,27 +31,25 @@ _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _HEAVY, _LIGHT = "=" * 72, "-" * 72
 
 
-def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bool = False, hours: str = "") -> str:
+def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bool = False) -> str:
     """The text at the end of a run; empty after a success without restarts and with all its output.
 
-    The log's first line has named `logs`. `is_incomplete`: part of the output is missing there. `hours` are those of
-    the workers in words, if known.
+    The log's first line has named `logs`. `is_incomplete`: part of the output is missing there.
     """
     lacks = ", incomplete: some of it could not be written" if is_incomplete else ""
     where = f"elaunch: the workers' output is in {logs}{lacks}\n" if logs and lacks else ""
     page = f"elaunch: the run as a page: elaunch report {shlex.quote(str(logs))}\n" if logs and not lacks else ""
-    used = f"elaunch: {hours}\n" if hours else ""
     match outcome.kind:
         case OutcomeKind.SUCCEEDED:
-            return (f"elaunch: succeeded, {_restarts(outcome)}\n{used}" if outcome.restarts else "") + where
+            return (f"elaunch: succeeded, {_restarts(outcome)}\n" if outcome.restarts else "") + where
         case OutcomeKind.INTERRUPTED:
-            return f"elaunch: stopped, since {outcome.reason}; exit code {outcome.exit_code}\n{used}{where}"
+            return f"elaunch: stopped, since {outcome.reason}; exit code {outcome.exit_code}\n{where}"
         case OutcomeKind.REFUSED:
             return f"elaunch: {outcome.reason}\n"
         case OutcomeKind.UNKNOWN:
-            return f"elaunch: {outcome.reason}; exit code {outcome.exit_code}\n{used}{where}{page}"
+            return f"elaunch: {outcome.reason}; exit code {outcome.exit_code}\n{where}{page}"
         case OutcomeKind.FAILED:
-            return _failed(outcome, spec, logs, lacks) + used + page
+            return _failed(outcome, spec, logs, lacks) + page
 
 
 def record(outcome: Outcome, logs: Path | None) -> dict[str, object]:

@@ -373,15 +373,23 @@ class Goodput:
     """The time in each stage; together they are the job's. `ettr` is NaN if no step is known.
 
     `used_h` are the hours in which workers trained (or ran, if no step is known), and `lost_h` those that starts and
-    failures cost. `recoveries_s` has the time from a generation's end to the next step (or run of workers), if any, by
-    generation.
+    failures cost; `has_gpus` if each worker has a GPU of its own. `recoveries_s` has the time from a generation's end
+    to the next step (or run of workers), if any, by generation.
     """
 
     seconds: Mapping[Stage, float]
     used_h: float
     lost_h: float
+    has_gpus: bool
     ettr: float
     recoveries_s: Mapping[int, float]
+
+    @property
+    def hours(self) -> str:
+        """The workers' hours in words."""
+        used = f"{'GPU' if self.has_gpus else 'worker'} hours: {self.used_h:,.2f}"
+        how = "in use (the program reports no steps)" if math.isnan(self.ettr) else "productive"
+        return f"{used} {how}, {self.lost_h:,.2f} lost to starts and failures"
 
 
 def goodput(history: History) -> Goodput:
@@ -413,15 +421,8 @@ def goodput(history: History) -> Goodput:
     ettr = walk.seconds[Stage.TRAINING] / history.wall_s if knows_steps and history.wall_s > 0 else math.nan
     used_h = (walk.worker_s[Stage.TRAINING] + walk.worker_s[Stage.RUNNING]) / 3600
     lost_h = (sum(walk.worker_s.values()) - walk.worker_s[Stage.END]) / 3600 - used_h
-    return Goodput(walk.seconds, used_h, lost_h, ettr, _recoveries_s(history, knows_steps=knows_steps))
-
-
-def hours_text(history: History, found: Goodput) -> str:
-    """The workers' hours in words; hours of GPUs if each worker has one of its own."""
     has_gpus = all(node.started.number("gpus") == node.started.number("workers") for node in history.nodes)
-    used = f"{'GPU' if has_gpus else 'worker'} hours: {found.used_h:,.2f}"
-    how = "productive" if history.knows_steps else "in use (the program reports no steps)"
-    return f"{used} {how}, {found.lost_h:,.2f} lost to starts and failures"
+    return Goodput(walk.seconds, used_h, lost_h, has_gpus, ettr, _recoveries_s(history, knows_steps=knows_steps))
 
 
 class _Walk:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from elaunch.launcher.inspect.history import KILLED, Goodput, History, Incident, PastGeneration, hours_text
+from elaunch.launcher.inspect.history import KILLED, Goodput, History, Incident, PastGeneration
 from elaunch.launcher.inspect.node_log import NodeLog, known_or, real, text
 from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, sentence
 from elaunch.rendezvous.format import plain, plural
@@ -74,11 +74,6 @@ class Report:
     metrics_path: str = ""
     links: Mapping[Incident, Links] = field(default_factory=dict)
     stacks: Mapping[int, Links] = field(default_factory=dict)
-
-    @property
-    def hours(self) -> str:
-        """The workers' hours in words."""
-        return hours_text(self.history, self.goodput)
 
     @property
     def headline(self) -> str:

@@ -126,7 +126,7 @@ def printed(report: Report) -> list[str]:
     ]
     left_out = len(shown) - len(lines)
     more = [f"  {left_out} earlier failures and warnings are left out; --json has all"] if left_out else []
-    return [report.headline, *more, *lines, f"  {report.hours}"]
+    return [report.headline, *more, *lines, f"  {report.goodput.hours}"]
 
 
 def summary(report: Report) -> dict[str, object]:

@@ -71,14 +71,6 @@ def test_the_text_that_scripts_search_for_in_torchruns_box_is_there() -> None:
     assert fields["error_file"] == "<N/A>"
 
 
-def test_the_workers_hours_are_a_line_unless_the_report_is_empty() -> None:
-    succeeded = replace(FAILED, kind=OutcomeKind.SUCCEEDED, failure=None)
-    texts = [report(outcome, SPEC, None, hours="GPU hours: 1.00") for outcome in (FAILED, succeeded)]
-
-    assert [text.splitlines()[-1] for text in texts] == ["elaunch: GPU hours: 1.00"] * 2
-    assert report(replace(succeeded, restarts=0), SPEC, None, hours="GPU hours: 1.00") == ""
-
-
 def test_a_signal_is_named_beside_the_exit_code() -> None:
     assert "-9 (pid: 4711)  (SIGKILL)" in failed(KILLED)
 

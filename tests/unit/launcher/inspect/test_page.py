@@ -127,9 +127,9 @@ def test_workers_hours_are_of_gpus_if_each_worker_on_each_node_has_one() -> None
     shown = report_of(*jobs)
     jobs[1].rows[0]["gpus"] = 8
 
-    assert shown.hours == "GPU hours: 4.00 productive, 0.00 lost to starts and failures"
+    assert shown.goodput.hours == "GPU hours: 4.00 productive, 0.00 lost to starts and failures"
     assert "GPU hours: 4.00 productive" in html(shown)
-    assert report_of(*jobs).hours.startswith("worker hours: 4.00")
+    assert report_of(*jobs).goodput.hours.startswith("worker hours: 4.00")
 
 
 def test_a_rank_starts_trains_and_ends() -> None:
