@@ -184,7 +184,9 @@ def options_of(ctx: click.Context, program: tuple[str, ...] = ()) -> Options:
     items = {name: given for name, given in ctx.obj.given.items() if name in _OPTIONS}
     fields: dict[str, Any] = {name: ctx.params[name] for name in _VALUED}
     lost = _settle(fields, items)
-    _settle_debugger(fields, items)
+    if fields["debug"] is not None or fields["debug_on_error"] is not None:
+        # A restart, or a verdict on a hang, would end the session.
+        fields.update(max_restarts=0, hang_timeout=0.0, on_hang=OnHang.OFF)
     _settle_hangs(fields, items)
     typed = ctx.params["program"]
     kind, target, args = _program(fields, typed or program, ctx.obj.job_file or JobFile({}))
@@ -252,19 +254,6 @@ def _settle_hangs(fields: dict[str, Any], items: Mapping[str, Given]) -> None:
         fields["hang_timeout"], fields["on_hang"] = 0.0, OnHang.OFF
     elif "hang_timeout" in items and "on_hang" not in items:
         fields["on_hang"] = OnHang.RESTART
-
-
-def _settle_debugger(fields: dict[str, Any], items: Mapping[str, Given]) -> None:
-    """A job with a debugger has neither restarts nor hang detection, which would end the session."""
-    name = next((each for each in ("debug", "debug_on_error") if fields[each] is not None), None)
-    if name is None:
-        return
-    for other, off in (("max_restarts", 0), ("hang_timeout", 0.0), ("on_hang", OnHang.OFF)):
-        given = items.get(other)
-        if given and given.source >= items[name].source and fields[other] != off:
-            ended = "a restart or a verdict on a hang would end the debugger"
-            raise UsageError(f"{given.label} contradicts {items[name].label}: {ended}; drop one of them")
-        fields[other] = off
 
 
 def _settle(fields: dict[str, Any], items: Mapping[str, Given]) -> set[str]:

@@ -200,8 +200,6 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
         (["--role", "ps=1,trainer=9999999"], " is more workers than"),
         (["--nproc-per-node", "2", "--role", "ps=1"], " contradicts --role ps=1, which is 1 worker"),
         (["--standalone", "--nnodes", "2"], "contradicts --nnodes 2: a standalone job has one node; drop one of them"),
-        (["--max-restarts", "2", "--debug", "0"], " contradicts --debug 0: a restart or a verdict on a hang would end"),
-        (["--on-hang", "warn", "--debug-on-error", "any"], " contradicts --debug-on-error any: a restart or a verdict"),
         (["--debug", "0", "--debug-on-error", "0"], " contradicts --debug-on-error 0: an attached IDE stops at"),
         (["--debug-on-error", "all"], " is neither a rank nor any; give 0 or more, or any"),
     ],
@@ -218,7 +216,7 @@ def test_of_two_contradicting_options_the_stronger_source_stays() -> None:
     assert options_of("--standalone", "t.py", PET_NNODES="2").nnodes == (1, 1)
     assert options_of("--standalone", "--nnodes", "1:4", "t.py").nnodes == (1, 1), "no second node can come"
     assert not options_of("--nnodes", "2", "t.py", PET_STANDALONE="1").standalone
-    debugged = options_of("--debug", "1", "--nnodes", "2", "t.py", PET_MAX_RESTARTS="2", PET_ON_HANG="restart")
+    debugged = options_of("--debug", "1", "--nnodes", "2", "--max-restarts", "2", "t.py", PET_ON_HANG="restart")
     assert (debugged.max_restarts, debugged.hang_timeout, debugged.on_hang) == (0, 0, OnHang.OFF)
     far = ("--max-restarts", "0", "--nnodes", "2", "--rdzv-endpoint", "a")
     config = config_of("--debug-on-error", "5", *far, "t.py")
