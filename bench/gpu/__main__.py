@@ -104,7 +104,7 @@ def run(part: Part, limit_s: float) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         figures, late = {}, late or f"exit code {code}, no figures ({error}): {last_error(output)}"
     # A bench that was stopped has samples. Failed tests are figures: they are reported with the others.
-    why = late or (f"exit code {code}" if code and "failed" not in figures else "")
+    why = late or (f"exit code {code}" if code and "wrong" not in figures else "")
     # The nine minutes may have cut it short.
     went_wrong = bool(why) and (code is not None or limit_s >= part.limit_s)
     return {
@@ -115,14 +115,14 @@ def run(part: Part, limit_s: float) -> dict[str, Any]:
 
 
 def last_error(output: str) -> str:
-    """The last line that names an error, or else the last lines: behind an error a launcher has its report."""
+    """The last line that names an error, or else the last lines: a launcher's report follows the error."""
     lines = [line.strip()[:200] for line in output.strip().splitlines()]
     named = [line for line in lines if _ERROR.match(line)]
     return named[-1] if named else " | ".join(lines[-_LAST_LINES:])
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """The exit code, None if the time was over. What the part has started ends with it."""
+    """The exit code; None at the time limit. All that the part has started ends with it."""
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:

@@ -7,6 +7,7 @@ import math
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,8 @@ Figures = dict[str, Any]
 
 # The first steps compile, allocate and find out which kernel is fast.
 SETTLED_STEP = 10
-_PYTEST = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+# A line of pytest-xdist about a test that has ended.
+_ENDED = re.compile(r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|SKIPPED|ERROR) \S+::(\S+)", re.MULTILINE)
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "bench" / "scripts"
 # The windows of a forward pass and of a step.
@@ -76,7 +78,7 @@ def _ranks_facts(folder: Path) -> Part:
 
 
 def _tests(folder: Path, limit_s: float, which: tuple[str, ...]) -> Part:
-    options = ("-q", "-rP", "-m", "", "-p", "no:cacheprovider", "-n", "4")
+    options = ("-v", "-rP", "-m", "", "-p", "no:cacheprovider", "-n", "4")
     command = (sys.executable, "-m", "pytest", *options, *(str(ROOT / "tests" / "e2e" / each) for each in which))
     # Its tests find the repository's modules.
     return Part(folder.name, limit_s, command, tests, folder, {"PYTHONPATH": str(ROOT)})
@@ -126,12 +128,17 @@ def facts(output: str) -> Figures:
 
 
 def tests(output: str) -> Figures:
-    """What pytest's last line counts. Raises ValueError if there is none."""
-    counts = {word: int(number) for number, word in _PYTEST.findall(output.strip().splitlines()[-1] if output else "")}
-    if not counts:
-        raise ValueError("pytest printed no result")
+    """The numbers of tests that have ended, also if pytest was stopped, and `wrong`, those that failed.
+
+    Raises ValueError if none has ended.
+    """
+    ended = _ENDED.findall(output)
+    if not ended:
+        raise ValueError("no test has ended")
+    counts = Counter(outcome.lower() for outcome, _ in ended)
+    wrong = sorted({name for outcome, name in ended if outcome in ("FAILED", "ERROR")})
     speed = re.search(r"copied beside a stuck stream: ([0-9.]+) GB/s", output)
-    return {**counts, **({"copy_gb_per_s": float(speed[1])} if speed else {})}
+    return {**counts, **({"wrong": wrong} if wrong else {}), **({"copy_gb_per_s": float(speed[1])} if speed else {})}
 
 
 def trained(lines: Iterable[str], profile: Mapping[str, Any] | None) -> Figures:
@@ -241,8 +248,8 @@ def _ranks(facts: Mapping[str, Any]) -> list[str]:
     ]
     others = "\n".join(f"- {text}: {facts[name]}" for name, text in _OF_RANKS.items() if name in facts)
     return [
-        "### Two ranks, one of which is killed in the middle of an all-reduce\n\n"
-        f"What the survivor has. Backend: {facts['backend']}.\n\n{table(heads, rows)}\n\n{others}"
+        "### Two ranks, one of which is killed during an all-reduce\n\n"
+        f"What the survivor holds. Backend: {facts['backend']}.\n\n{table(heads, rows)}\n\n{others}"
     ]
 
 
@@ -272,11 +279,11 @@ def _test_counts(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = []
     for name, whose in (("ranks-tests", "several ranks"), ("tests", "one rank")):
         figures = found.get(name, {})
-        words = ("passed", "failed", "error", "errors", "skipped")
+        words = ("passed", "failed", "error", "skipped")
         if counts := ", ".join(f"{figures[word]} {word}" for word in words if word in figures):
             speed = figures.get("copy_gb_per_s")
             copied = f". The Keeper copies the state beside a stuck stream with {speed:.1f} GB/s" if speed else ""
-            lines.append(f"- {whose}: {counts}{copied}")
+            lines += [f"- {whose}: {counts}{copied}", *(f"    - failed: {each}" for each in figures.get("wrong", ()))]
     return ["### Tests\n\n" + "\n".join(lines)] if lines else []
 
 
@@ -287,9 +294,4 @@ def _missing(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def failed(parts: Mapping[str, Mapping[str, Any]]) -> Sequence[str]:
     """The parts that went wrong; one that was left out did not."""
-    return [
-        name
-        for name, part in parts.items()
-        if part.get("went_wrong")
-        or any((part.get("figures") or {}).get(word) for word in ("failed", "error", "errors"))
-    ]
+    return [name for name, part in parts.items() if part.get("went_wrong") or (part.get("figures") or {}).get("wrong")]

@@ -1,6 +1,6 @@
 """The first half of `make gpu`, by any Python that has torch: finds a GPU, makes `.venv-gpu`, and goes on in it.
 
-Nothing but the standard library is there yet. The environment sees the torch that is installed: no second one comes.
+Nothing but the standard library is there yet. The environment uses the torch that is installed: pip installs no other.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def install(found: Mapping[str, object], wheels: Path | None) -> str:
     wanted = f"{torch} {(ROOT / 'pyproject.toml').stat().st_mtime_ns}"
     if mark.is_file() and mark.read_text() == wanted:
         return str(python)
+    print(f"make gpu: installing what the tests need into {ENVIRONMENT}", file=sys.stderr, flush=True)
     _run("venv", sys.executable, "-m", "venv", "--system-site-packages", str(ENVIRONMENT))
     if sys.prefix != sys.base_prefix:
         # This interpreter is in an environment itself, which the new one would not see.
@@ -105,7 +106,7 @@ def install(found: Mapping[str, object], wheels: Path | None) -> str:
     pin = ENVIRONMENT / "torch.txt"
     pin.write_text(f"torch=={found['distribution']}\n")
     offline = ("--no-index", "--find-links", str(wheels.resolve())) if wheels else ()
-    # The installed torch counts; the pin keeps pip from thinking about another torch.
+    # The constraint keeps pip from replacing the installed torch.
     pip = (str(python), "-m", "pip", "install", "--quiet", "--constraint", str(pin), *offline)
     _run("pip", *pip, "--editable", str(ROOT), *EXTRA)
     if query_torch(str(python)).get("torch") != torch:

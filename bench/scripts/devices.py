@@ -1,4 +1,4 @@
-"""The device and backend of each rank: its own GPU, or one GPU for all, or a CPU with gloo.
+"""The device and backend of each rank: a GPU of its own, one GPU for all if there are too few, or a CPU with gloo.
 
 NCCL refuses two ranks on one GPU of one host, and compares hosts by a hash that NCCL_HOSTID replaces. If each rank has
 another one, ranks share a GPU and communicate through sockets, as on several hosts. That shows neither NVLink nor
@@ -27,7 +27,7 @@ _SHARED = {
 
 
 def make_context() -> torch.device:
-    """Make the device's context: a device mesh would else choose the GPU of LOCAL_RANK. Returns the device."""
+    """Create the CUDA context, since a device mesh would choose the GPU of LOCAL_RANK. Returns the device."""
     if CUDA:
         torch.cuda.set_device(DEVICE)
         torch.zeros(1, device=DEVICE)
@@ -36,7 +36,7 @@ def make_context() -> torch.device:
 
 
 def join_group(timeout_s: float = 60.0) -> torch.device:
-    """Make the process group. Returns the device, which has its context."""
+    """Initialize the process group. Returns the device, which has its context."""
     make_context()
     if IS_SHARED:
         os.environ.update(_SHARED)
@@ -45,6 +45,6 @@ def join_group(timeout_s: float = 60.0) -> torch.device:
 
 
 def finish() -> None:
-    """Wait until the device has done what was begun."""
+    """Wait for all work on the device."""
     if CUDA:
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Facts that need NCCL with two ranks on one GPU; without a GPU what gloo can show. No launcher: ranks are forked.
+"""Facts that need NCCL with two ranks, which may share one GPU; without a GPU those that gloo has. No launcher.
 
 Prints each experiment's facts as they come, and at the end `facts` and a JSON object.
 """
@@ -36,10 +36,12 @@ def main() -> None:
     facts: Facts = {"backend": "nccl" if on_gpu else "gloo"}
     # Gloo does not read the variable.
     for handling in "0123" if on_gpu else "3":
-        # The watchdog waits four times as long before it aborts, or before 3 ends the process that is observed.
+        # The watchdog waits four times as long before it aborts, or before 3 ends the process that is observed. Through
+        # NVLink an all-reduce would be over before the kill.
         wait_ms = "15000" if handling == "3" else "100"
         env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": handling, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": wait_ms}
-        facts |= experiment(f"killed_{handling}", killed, env)
+        sockets = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
+        facts |= experiment(f"killed_{handling}", killed, env | sockets)
     for each in (beside, context, ahead):
         facts |= experiment(each.__name__, each)
     if on_gpu:
@@ -56,11 +58,11 @@ def has_gpu() -> bool:
 
 
 def experiment(name: str, run: Experiment, env: Mapping[str, str] | None = None) -> Facts:
-    """Run it in two ranks, and print what they return. One that fails costs its own facts alone."""
+    """Fork two ranks that run it, and print what they return. If it fails, the other experiments still run."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     both, queue = FORKING.Barrier(2), FORKING.SimpleQueue()
-    ranks = [FORKING.Process(target=live, args=(rank, port, run, env or {}, both, queue)) for rank in range(2)]
+    ranks = [FORKING.Process(target=run_rank, args=(rank, port, run, env or {}, both, queue)) for rank in range(2)]
     for process in ranks:
         process.start()
     found: Facts = {}
@@ -75,8 +77,8 @@ def experiment(name: str, run: Experiment, env: Mapping[str, str] | None = None)
     return named
 
 
-def live(rank: int, port: int, run: Experiment, env: Mapping[str, str], both: Any, queue: Any) -> None:
-    """The life of a forked rank. It ends at once: torch's own end would wait for a broken group."""
+def run_rank(rank: int, port: int, run: Experiment, env: Mapping[str, str], both: Any, queue: Any) -> None:
+    """A forked rank. It exits without cleanup: torch's would wait for a broken group."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -95,7 +97,7 @@ def live(rank: int, port: int, run: Experiment, env: Mapping[str, str], both: An
 
 
 def killed(both: Any) -> Facts:
-    """Rank 1 is killed in the middle of an all-reduce: what the survivor holds, and when its stream continues."""
+    """Rank 1 is killed during an all-reduce: what the survivor holds, and when its stream continues."""
     import devices
 
     device = devices.join_group(LIMIT_S / 2)

@@ -4,7 +4,7 @@ Each rank takes a GPU and NCCL if there is one for each rank of the node, else g
 
 Variables: BENCH_STAMPS, the file for the stamps; BENCH_STEPS, how many steps to make (0: until it is killed);
 BENCH_STEP_S, the pause between two steps, as if an accelerator were at work; BENCH_DEVICE=cpu, to leave GPUs alone,
-and =shared, to let all ranks share one.
+and =shared, to use GPUs for all ranks, which share one if there are too few.
 """
 
 import os

@@ -52,7 +52,7 @@ def part(folder: Path, program: str, name: str = "one", limit_s: float = 60) -> 
     return Part(name, limit_s, (sys.executable, "-c", program), gpu_parts.facts, folder / name)
 
 
-def test_a_part_that_fails_is_told_with_its_last_lines_and_the_others_run(tmp_path: Path) -> None:
+def test_a_part_that_fails_is_reported_with_its_last_lines_and_the_others_run(tmp_path: Path) -> None:
     logged: list[str] = []
     broken = part(tmp_path, "raise SystemExit('CUDA error: out of memory')", "broken")
     whole = part(tmp_path, "print('facts {\"gpu\": 1}')", "whole")
@@ -97,7 +97,7 @@ def results() -> dict[str, Any]:
             "bf16-compile-124m": {"figures": ours},
             "launches": {"figures": {"tables": ["CUDA context"]}},
             "ranks-facts": {"figures": {"backend": "nccl", "killed_2_status": "COMM_ERROR", "memory_free_s": 0.2}},
-            "tests": {"figures": {"passed": 6, "failed": 1}},
+            "tests": {"figures": {"passed": 6, "failed": 1, "wrong": ["test_a[b]"]}},
             "float32": {"why": "the nine minutes were over"},
         },
     }
@@ -115,9 +115,24 @@ def test_the_page_has_the_figures_between_its_markers() -> None:
     for text in ("gpu: H200", "16 × something", "400,000", "95 %", "6 passed, 1 failed", "CUDA context", "COMM_ERROR"):
         assert text in fresh
     assert "- float32: the nine minutes were over" in fresh
+    assert "- failed: test_a[b]" in fresh
     assert failed(results()["parts"]) == ["tests"]
     with pytest.raises(ValueError, match="the page has no"):
         update("", results())
+
+
+def test_tests_that_failed_are_named_and_those_that_ended_count_also_if_pytest_was_stopped(tmp_path: Path) -> None:
+    file = tmp_path / "test_three.py"
+    file.write_text("import pytest\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pytest.skip('c')")
+    (wanted,) = (each for each in parts(tmp_path) if each.name == "tests")
+    options = [word for word in wanted.command if "test_" not in word]
+
+    found = run(replace(wanted, command=(*options, str(file))), RUN_LIMIT_S)
+
+    counted = {"passed": 1, "failed": 1, "skipped": 1, "wrong": ["test_b"]}
+    assert (found["figures"], "why" in found, failed({"tests": found})) == (counted, False, ["tests"])
+    output = (tmp_path / "tests" / "output.txt").read_text()
+    assert gpu_parts.tests(output.partition("= FAILURES =")[0]) == counted
 
 
 @pytest.mark.slow
