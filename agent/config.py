@@ -72,7 +72,7 @@ class OutputPlan:
     Without `log_dir` nothing stays on disk, unless `makes_log_dir`: the agent makes a private one then. A redirected
     stream goes to its file, or to the console if that fails; a teed one to both.
     `console_ranks` (global) and `console_local_ranks` limit the console, never the files; None is all.
-    A stream has at most `log_bytes_max` in its file and an older one; 0 is no limit.
+    A stream's file is rotated, and has at most `log_bytes_max` together with the older one; 0 is no limit.
     With `show_all_tracebacks` the console gets survivors' tracebacks too.
     Elaunch's own lines below `least` are left out.
     `duplicate_*_filters`: lines of teed streams that contain one of the texts are copied to one file per generation.

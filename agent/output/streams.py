@@ -87,7 +87,7 @@ class Console:
 class LogFile:
     """A file that is written as long as it can be: a full disk costs one warning, never a worker.
 
-    With `bytes_max` a file of half that size becomes `NAME.1`, in place of an earlier one, and a new one begins.
+    With `bytes_max` it is rotated at half that size: it replaces `NAME.1`, and a new file begins.
     """
 
     def __init__(self, path: str, warn: Callable[[str], None], mode: int = MODE, bytes_max: int = 0) -> None:
@@ -95,7 +95,7 @@ class LogFile:
         self._warn = warn
         self._mode = mode
         self._bytes_max = bytes_max
-        # Of the output: where the file begins, and ends.
+        # Offsets in the output: of the file's first byte, and of its end.
         self._begin = self._end = 0
         self._fd = -1
         try:
@@ -126,7 +126,7 @@ class LogFile:
         self._fd = -1
 
     def _rotate(self) -> None:
-        """Begin a new file. Its first line has the number of bytes that are in neither. Raises OSError."""
+        """Rename the file to NAME.1 and begin a new one, whose first line counts the dropped bytes. Raises OSError."""
         older = Path(f"{self._path}.1")
         Path(self._path).replace(older)
         self.close()

@@ -110,7 +110,7 @@ def _index(name: str, gpus: Sequence[Gpu]) -> int | None:
         return int(name) if int(name) < len(gpus) else None
     if not name.startswith("GPU-"):
         return None
-    # ROCm's documentation has them in capitals.
+    # ROCm's documentation writes them in upper case.
     matches = [i for i, gpu in enumerate(gpus) if gpu.uuid.lower().startswith(name.lower())]
     if len(matches) == 1:
         return matches[0]
@@ -177,7 +177,7 @@ def _read_nvidia(root: Path) -> tuple[Gpu, ...]:
 
 def _read_amd(root: Path) -> tuple[Gpu, ...]:
     gpus: list[Gpu] = []
-    # A container may have render nodes, for video, without the node for computing.
+    # A container may have render nodes, for video, without /dev/kfd, for compute.
     nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*") if _is_usable(root / "dev/kfd") else ()
     for folder in sorted(nodes, key=lambda path: path.name.zfill(8)):
         facts = _facts(folder / "properties", " ")

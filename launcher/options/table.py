@@ -133,7 +133,7 @@ class Options:
         "DIR", "keep workers' output in files in DIR", values.directory, default_text="none; -r, -t: new", peer=True,
     )
     log_max_size: int = _output(
-        "SIZE", "at most SIZE, like 100M, of a log, in two files", values.size, default=0, default_text="no limit",
+        "SIZE", "limit of a log and its rotated file, like 100M", values.size, default=0, default_text="no limit",
     )
     redirects: StreamChoice = _output(
         "STREAMS", "to files: 0 none 1 out 2 err 3 both, or RANK:V,…",

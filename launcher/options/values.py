@@ -141,7 +141,7 @@ def duration(raw: Raw) -> float:
 
 
 def size(raw: Raw) -> int:
-    """A size in bytes, from a number with a unit. Smaller log files would be replaced again and again."""
+    """A size in bytes, from a number with a unit. Smaller log files would be rotated all the time."""
     found = re.fullmatch("([1-9][0-9]{0,8})([MG])", text(raw).upper())
     if not found:
         raise ValueError("is not a size of 1M or more; give a number with M or G, as in 100M")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 
-# A line longer than this is passed on in pieces: no buffer is without a bound.
+# A longer line is passed on in pieces, so that buffers are bounded.
 LINE_BYTES_MAX = 1 << 20
 
 

@@ -359,7 +359,7 @@ def test_a_lost_peer_is_named_with_the_call_that_waited_for_it(frames: str, erro
     assert lost.message.startswith(f"lost a peer in {call} (" if call else "lost a peer (RuntimeError")
 
 
-def test_a_rank_whose_collective_timed_out_is_not_said_to_have_lost_a_peer() -> None:
+def test_a_collective_that_timed_out_is_not_reported_as_a_lost_peer() -> None:
     # The peer may live, and have entered another collective.
     error = f"RuntimeError: {GLOO}unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete\n"
 
