@@ -222,7 +222,7 @@ def render(results: Mapping[str, Any]) -> str:
         *(each for name in ("ranks-restarts", "launches", "commits") for each in found.get(name, {}).get("tables", ())),
         *_trainings(found),
         *_test_counts(found),
-        *_missing(parts),
+        *_incomplete(parts),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -287,9 +287,9 @@ def _test_counts(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return ["### Tests\n\n" + "\n".join(lines)] if lines else []
 
 
-def _missing(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _incomplete(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = [f"- {name}: {part['why']}" for name, part in parts.items() if part.get("why")]
-    return ["### Not measured\n\n" + "\n".join(lines)] if lines else []
+    return ["### Incomplete parts\n\n" + "\n".join(lines)] if lines else []
 
 
 def failed(parts: Mapping[str, Mapping[str, Any]]) -> Sequence[str]:
