@@ -95,8 +95,7 @@ class LogFile:
         self._warn = warn
         self._mode = mode
         self._bytes_max = bytes_max
-        # Offsets in the output: of the file's first byte, and of its end.
-        self._begin = self._end = 0
+        self._begin_offset = self._end_offset = 0
         self._fd = -1
         try:
             self._open()
@@ -112,7 +111,7 @@ class LogFile:
         try:
             if self._bytes_max and self._fd >= 0 and os.fstat(self._fd).st_size + len(data) > self._bytes_max // 2:
                 self._rotate()
-            self._end += len(data)
+            self._end_offset += len(data)
             while rest and self._fd >= 0:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
@@ -131,9 +130,9 @@ class LogFile:
         Path(self._path).replace(older)
         self.close()
         self._open()
-        dropped = f"{self._begin:,} bytes before that were dropped (--log-max-size)"
+        dropped = f"{self._begin_offset:,} bytes before that were dropped (--log-max-size)"
         os.write(self._fd, f"elaunch: older output is in {older.name}; {dropped}\n".encode())
-        self._begin = self._end
+        self._begin_offset = self._end_offset
 
     def _give_up(self, error: OSError) -> None:
         self._warn(f"{self._path} cannot be written ({error.strerror}); training continues without this log file")
