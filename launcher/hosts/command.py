@@ -64,7 +64,7 @@ _SENT = (
 )
 # Options that only this process reads. Where a node finds them in a variable, its own --scheduler takes precedence.
 _OWN_OPTIONS = ("hosts", "hostfile", "ssh_command", "ssh_env", "dry_run", "token_file")
-_OF_ONE_NODE = ("node_rank", "local_addr", "standalone", "master_addr")
+_NOT_WITH_HOSTS = ("node_rank", "local_addr", "standalone", "master_addr", "scheduler")
 _WAYS_OUT = {
     "Permission denied": "log in with a key (ssh-copy-id {0}): no password can be typed here",
     "Host key verification failed": "accept its key once: ssh {0}",
@@ -126,13 +126,9 @@ def _check(options: Options, count: int) -> int:
     if least > count or most == 1 < count:
         raise UsageError(f"--nnodes {least} contradicts the number of hosts ({count}); drop it, or change the hosts")
     if options.target == "-":
-        raise UsageError(
-            "- reads the program from stdin, which the hosts do not share; give a file that all of them have"
-        )
-    if given := [name.replace("_", "-") for name in _OF_ONE_NODE if name in options.given]:
-        raise UsageError(f"--{given[0]} is about one node, and --hosts starts all of them; drop one of them")
-    if (scheduler := options.typed.get("scheduler", "none")) not in ("auto", "none"):
-        raise UsageError(f"--scheduler {scheduler} contradicts --hosts, which needs no scheduler; drop one of them")
+        raise UsageError("- is a program on stdin, which the hosts do not share; give a file that all of them have")
+    if given := [name.replace("_", "-") for name in _NOT_WITH_HOSTS if name in options.given]:
+        raise UsageError(f"--{given[0]} is for nodes that are started in another way than --hosts; drop one of them")
     return least
 
 
@@ -314,10 +310,7 @@ class _Job:
                     os.killpg(each.process.pid, signal.SIGKILL)
 
     def _follow(self, remote: _Remote, job: Mapping[str, object]) -> None:
-        """Send the job, and pass the process's output on until it has ended.
-
-        In threads, since ssh may not read, and the reader of this process may be slow.
-        """
+        """Send the job, which ssh may not read, and pass the process's output on until it has ended."""
         stderr = threading.Thread(target=self._pass_on, args=(remote, 2), daemon=True)
         stderr.start()
         remote.send(**job)

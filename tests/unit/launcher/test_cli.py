@@ -182,8 +182,8 @@ def test_a_wrong_command_line_has_exit_code_2_with_stderr_closed_too() -> None:
     ("argv", "sentence"),
     [
         (["--ssh-command", "no-such -p 2"], "--ssh-command no-such is not an executable file on PATH; give its path"),
-        (["--scheduler", "slurm"], "--scheduler slurm contradicts --hosts, which needs no scheduler; drop one of them"),
-        (["--node-rank", "0"], "--node-rank is about one node, and --hosts starts all of them; drop one of them"),
+        (["--scheduler", "slurm"], "--scheduler is for nodes that are started in another way than --hosts; drop one"),
+        (["--node-rank", "0"], "--node-rank is for nodes that are started in another way than --hosts; drop one"),
         (["--nnodes", "2:3"], r"--nnodes 2 contradicts the number of hosts \(1\); drop it, or change the hosts"),
     ],
 )
