@@ -39,6 +39,9 @@ class StreamChoice:
     def of(self, local_rank: int) -> Streams:
         return self.by_rank.get(local_rank, self.default)
 
+    def __bool__(self) -> bool:
+        return any((self.default, *self.by_rank.values()))
+
 
 class NumaBinding(Enum):
     """torchrun's values for --numa-binding."""

@@ -218,7 +218,7 @@ def _for_terminal(
     prefix = output.prefix_template or f"[{ranks - 1}] "
     # tqdm leaves the last column free.
     width = columns - len(prefix) - 1
-    if ranks == 1 or width <= 0 or output.log_format is LogFormat.JSON or _any_stream(output.redirects):
+    if ranks == 1 or width <= 0 or output.log_format is LogFormat.JSON or output.redirects:
         return {}
     bars = {"TQDM_NCOLS": environ.get("TQDM_NCOLS", str(width))}
     if output.log_dir or output.makes_log_dir or any(map(environ.get, _COLOURS)):
@@ -247,9 +247,7 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
     if options.log_dir is not None and not {"redirects", "tee"} & set(options.given):
         tee = StreamChoice(Streams.BOTH)
     # `--log-dir /dev/null` gives no directory, and none is made then.
-    makes_log_dir = "log_dir" not in options.given and (_any_stream(options.redirects) or _any_stream(tee))
-    if "log_max_size" in options.typed and not (options.log_dir or makes_log_dir):
-        raise UsageError("--log-max-size limits log files, and there are none; keep them with --log-dir DIR")
+    makes_log_dir = "log_dir" not in options.given and bool(options.redirects or tee)
     return OutputPlan(
         log_dir=options.log_dir and options.log_dir.absolute(),
         makes_log_dir=makes_log_dir,
@@ -342,7 +340,3 @@ def _misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(
         f"{name} is set, and no option reads it; did you mean PET_{near}?" for name, near in meant.items() if near
     )
-
-
-def _any_stream(choice: StreamChoice) -> bool:
-    return any((choice.default, *choice.by_rank.values()))

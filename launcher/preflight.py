@@ -111,6 +111,9 @@ def take_program_from_stdin() -> None:
 def check_log_dir(options: Options) -> None:
     """Raises UsageError if --log-dir cannot hold files."""
     if options.log_dir is None:
+        has_files = "log_dir" not in options.given and (options.redirects or options.tee)
+        if "log_max_size" in options.typed and not has_files:
+            raise UsageError("--log-max-size limits log files, and there are none; keep them with --log-dir DIR")
         return
     try:
         found = next(each for each in (options.log_dir, *options.log_dir.parents) if each.exists())

@@ -169,6 +169,9 @@ def test_a_file_is_no_log_directory(tmp_path: Path) -> None:
         check_log_dir(parse(["--log-dir", fine, "t.py"], {}))
     with pytest.raises(UsageError, match=r"^--log-dir is empty; name a directory, or /dev/null to keep nothing$"):
         parse(["--log-dir", "", "t.py"], {})
+    with pytest.raises(UsageError, match=r"^--log-max-size limits log files, and there are none; keep them with"):
+        check_log_dir(parse(["--log-max-size", "9M", "-r", "0", "t.py"], {}))
+    check_log_dir(parse(["--log-max-size", "9M", "-r", "0:1", "t.py"], {}))
 
 
 @pytest.mark.parametrize(

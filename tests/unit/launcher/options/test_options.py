@@ -188,7 +188,6 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
         (["--restart-window", "0"], " is not a length of time; give more than 0 seconds"),
         (["--no-restart-codes", "93,256"], " is not a list of exit codes; use numbers from 1 to 255, as in 93,94"),
         (["--log-max-size", "900K"], " is not a size of 1M or more; give a number with M or G, as in 100M"),
-        (["--log-max-size", "9M", "-r", "0"], " limits log files, and there are none; keep them with --log-dir DIR"),
         (["--failure-grace", "nan"], " is not a number of seconds; give 0 or more"),
         (["--tee", "0:3,x"], " does not choose streams; use 0, 1, 2 or 3, or LOCAL_RANK:VALUE,… as in 0:3,12:1"),
         (["--master-port", "9:3"], " is not a range of ports; use FIRST:LAST with 1 <= FIRST <= LAST <= 65535"),
