@@ -26,6 +26,7 @@ from subprocess import PIPE, Popen
 
 from elaunch import __version__
 from elaunch.agent.linux import in_threads
+from elaunch.agent.serve.event_hook import FLUSH_S
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import NoAddress, Owner, can_be_bound, interpreter_options, owner_of, routable_addresses
 from elaunch.launcher.options.hostlist import Host, parse_hostfile
@@ -50,7 +51,8 @@ _END_S = 5.0
 _LEFT_BEHIND_S = 10.0
 _SEEN_MAX = 10_000
 _TIME = re.compile(rb"[0-9]{4}(-[0-9]{2}){2} [0-9]{2}(:[0-9]{2}){2} ")
-_OF_WORKER = re.compile(rb"\[[^]]+\][: ].")
+# Not the report's "[0]:".
+_OF_WORKER = re.compile(rb"(?!\[0\]:\n)\[[^]]+\][: ]")
 _SSH_OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ControlMaster=no"),
     # Ends the connection to a host that is gone, after the job has noticed it by its lease.
@@ -129,6 +131,8 @@ def _check(options: Options, count: int) -> int:
         raise UsageError("- is a program on stdin, which the hosts do not share; give a file that all of them have")
     if given := [name.replace("_", "-") for name in _NOT_WITH_HOSTS if name in options.given]:
         raise UsageError(f"--{given[0]} is for nodes that are started in another way than --hosts; drop one of them")
+    if 255 in options.no_restart_codes:
+        raise UsageError("--no-restart-codes 255: ssh has this exit code for a lost connection; choose another")
     return least
 
 
@@ -214,14 +218,17 @@ class _Job:
     """The job's hosts. The inbox gets the number of each signal, and 0 for a host's reply or end.
 
     `_signum` is the first signal that was passed on, 0 before. `_outcome` is the exit code of a job that this process
-    has stopped by itself, 0 else.
+    has stopped by itself, because of `_why`; 0 else. `_is_over`: an agent has ended with the exit code of a job that
+    has succeeded or failed, one of `_end_codes`.
     """
 
     def __init__(self, options: Options, needed: int, mark: str, log: Log) -> None:
-        self._grace_s, self._needed, self._mark, self._log = options.stop_grace, needed, mark.encode(), log
+        self._needed, self._mark, self._log = needed, mark.encode(), log
+        self._grace_s = options.stop_grace + (FLUSH_S if options.on_event else 0.0)
         self._remotes: list[_Remote] = []
         self._inbox: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._stop_s, self._signum, self._outcome = math.inf, 0, 0
+        self._stop_s, self._signum, self._outcome, self._why = math.inf, 0, 0, ""
+        self._end_codes, self._is_over = {0, 1, *options.no_restart_codes}, False
         # For the threads of the hosts.
         self._lock = threading.Lock()
         self._seen: dict[bytes, _Remote] = {}
@@ -275,32 +282,39 @@ class _Job:
                 self._log(f"{names}: no end in time after the stop signal")
                 break
             if signum == signal.SIGPIPE:
-                self._log(f"stopped, since no process reads its stdout any more; exit code {128 + signum}")
-                self._stop(signal.SIGTERM, 128 + signum)
+                self._stop(signal.SIGTERM, 128 + signum, "no process reads its stdout any more")
             elif signum:
                 self._stop(signum)
         codes = [each.process.returncode for each in self._remotes if each.has_ended and not each.is_lost]
-        # The agents agree on the outcome, but for one that has lost the store.
-        return self._outcome or min(codes, key=lambda code: code == 3, default=128 + self._signum)
+        if ends := self._end_codes.intersection(codes):
+            return ends.pop()
+        if self._why:
+            # The agents' last line has the signal's exit code.
+            self._log(f"stopped, since {self._why}; exit code {self._outcome}")
+        # An agent that could not start, or has lost the store, does not know the outcome.
+        return self._outcome or min(codes, key=lambda code: code in (2, 3), default=128 + self._signum)
 
     def _after_end_of(self, remote: _Remote, left: int) -> None:
         """Stop the job if it needs this host, whose agent has not taken part to the end."""
         code = remote.process.returncode
+        self._is_over |= code in self._end_codes
         # An agent that cannot start has code 2 or 3. No other host can take its place.
-        if self._signum or not (remote.is_lost or code in (2, 3)):
+        if self._is_over or self._signum or not (remote.is_lost or code in (2, 3)):
             return
-        needed = f"; the job needs {self._needed} nodes, and is stopped" if 0 < left < self._needed else ""
+        why = f"the job needs {self._needed} nodes" if 0 < left < self._needed else ""
+        needed = f"; {why}, and is stopped" if why else ""
         self._log(f"{remote.host.name}: the connection, or elaunch there, has ended (exit code {code}){needed}")
         if left < self._needed:
-            self._stop(signal.SIGTERM, 1 if remote.is_lost else code)
+            self._stop(signal.SIGTERM, 1 if remote.is_lost else code, why)
 
-    def _stop(self, signum: int, outcome: int = 0) -> None:
+    def _stop(self, signum: int, outcome: int = 0, why: str = "") -> None:
         """Pass the signal on. The second one kills the workers."""
         for each in self._remotes:
             each.send(signal=signum)
         grace_s = 0.0 if self._signum else self._grace_s
         self._stop_s = min(self._stop_s, time.monotonic() + grace_s + _END_S)
-        self._signum, self._outcome = self._signum or signum, self._outcome or outcome
+        if not self._signum:
+            self._signum, self._outcome, self._why = signum, outcome, why
 
     def kill(self) -> None:
         """Kill what still runs, with its children. The end of its stdin ends the agent of another host."""
@@ -336,8 +350,10 @@ class _Job:
             try:
                 write_all(fd, b"".join(shown))
             except OSError as error:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
-                if isinstance(error, BrokenPipeError) and fd == 1:
+                gone = (1, 2) if os.path.samestat(os.fstat(1), os.fstat(2)) else (fd,)
+                for each in gone:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), each)
+                if isinstance(error, BrokenPipeError) and 1 in gone:
                     self._inbox.put(signal.SIGPIPE)
                 elif fd == 1:
                     self._log(f"stdout cannot be written ({error.strerror}); training continues without it")

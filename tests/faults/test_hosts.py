@@ -16,7 +16,7 @@ import pytest
 
 import elaunch
 from elaunch.agent.linux import catches
-from tests.harness import COMMAND, DEADLINE_S, FRESH, Job, environment, script, wait_for
+from tests.harness import COMMAND, DEADLINE_S, FRESH, Job, environment, free_ports, script, wait_for
 from tests.nodes import Node, Nodes, needs_nodes
 
 pytestmark = [needs_nodes, pytest.mark.servers]
@@ -37,6 +37,14 @@ if sys.argv[1:] == ["wait"]:
     open(f"up-{os.environ['RANK']}-{os.environ['ELAUNCH_GENERATION']}", "w").close()
     if os.environ["WORLD_SIZE"] != "1":
         time.sleep(600)
+"""
+# For less than the 10 s that a hook has.
+ENDS_SLOWLY = """
+import json, sys, time
+if json.load(sys.stdin)["event"] == "end":
+    open("hook-begins", "w").close()
+    time.sleep(7)
+    open("hook-ends", "w").close()
 """
 STARTS_SLOWLY = """
 import os, sys, time
@@ -241,16 +249,17 @@ def test_many_logins_at_once_are_not_refused(tmp_path: Path, hosts: Callable[[in
         assert job.stderr.count("none.py does not exist") == 40
 
 
-def test_with_a_prefix_of_the_users_the_equal_lines_of_all_hosts_are_shown(
-    tmp_path: Path, hosts: Callable[[int], Hosts]
-) -> None:
+def test_equal_lines_of_the_ranks_of_all_hosts_are_shown(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
     cluster = hosts(2)
     cluster.serve(cluster.nodes[1])
-    program = script(tmp_path, "import sys\nprint('a line', file=sys.stderr)").name
+    program = script(tmp_path, "import sys\nprint('a line\\n', file=sys.stderr)").name
     prefix = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${local_rank}: "}
     with cluster.job(tmp_path, "--hosts", "node0,node1", program, env=prefix) as job:
         assert job.wait() == 0
         assert job.stderr.splitlines().count("0: a line") == 2
+    with cluster.job(tmp_path, "--hosts", "node0,node1", "--tee", "3", "--log-dir", "logs", program) as job:
+        assert job.wait() == 0
+        assert [job.stderr.splitlines().count(f"[default0]:{line}") for line in ("a line", "")] == [2, 2]
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
@@ -295,11 +304,16 @@ def test_a_hangup_that_is_ignored_here_does_not_reach_the_hosts(tmp_path: Path, 
         assert not catches(job.process.pid, signal.SIGHUP)
 
 
-def test_the_job_ends_if_nothing_reads_its_stdout(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
+@pytest.mark.parametrize("stderr", [None, subprocess.STDOUT])
+def test_the_job_ends_if_nothing_reads_its_stdout(
+    tmp_path: Path, hosts: Callable[[int], Hosts], stderr: int | None
+) -> None:
     cluster = hosts(2)
     cluster.serve(cluster.nodes[1])
-    args = (*cluster.options, "--hosts", "node0,node1", script(tmp_path, WAITS).name, "wait")
-    process = cluster.nodes[0].popen(*COMMAND, *args, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE)
+    program = script(tmp_path, WAITS.replace("flush=True", "file=sys.stderr") if stderr else WAITS).name
+    args = (*COMMAND, *cluster.options, "--hosts", "node0,node1", program, "wait")
+    streams = {"stdout": subprocess.PIPE, "stderr": stderr}
+    process = cluster.nodes[0].popen(*args, cwd=tmp_path, env=environment(), **streams)
     assert process.stdout
     process.stdout.close()
     assert process.wait(DEADLINE_S) == 141
@@ -317,7 +331,46 @@ def test_a_job_that_needs_all_its_hosts_ends_with_the_first_that_is_lost(
         agent.kill()
         assert job.wait() == 1
         assert "node1: the connection, or elaunch there, has ended (exit code 255); the job needs 2" in job.stderr
+        assert job.stderr.splitlines()[-1] == "elaunch: stopped, since the job needs 2 nodes; exit code 1"
     cluster.is_idle()
+
+
+def test_the_exit_code_is_that_of_the_agents_that_have_seen_the_jobs_end(
+    tmp_path: Path, hosts: Callable[[int], Hosts]
+) -> None:
+    cluster = hosts(3)
+    (tmp_path / "logs").mkdir()
+    cluster.nodes[0].run("mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path / "logs"))
+    for node in (cluster.nodes[1], cluster.nodes[2]):
+        cluster.serve(node)
+    hook = f"{sys.executable} {script(tmp_path, ENDS_SLOWLY, 'hook.py')}"
+    with cluster.job(tmp_path, "--hosts", "node1,node2", "--on-event", hook, script(tmp_path, WAITS).name) as job:
+        wait_for((tmp_path / "hook-begins").exists, "an agent runs the hook")
+        wait_for(lambda: len(cluster.nodes[0].processes()) == 2, "the other host's agent has ended")
+        [ssh] = [each for each in cluster.nodes[0].processes() if name_of(each) == "ssh"]
+        ssh.kill()
+        assert job.wait() == 0
+        assert "the connection, or elaunch there" not in job.stderr
+    endpoint = f"node1:{free_ports(1)[0]}"
+    args = ("--hosts", "node0,node1", "--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--log-dir", "logs", "train.py")
+    with cluster.job(tmp_path, *args) as job:
+        assert job.wait() == 0
+        assert "logs: no folder can be made in it (Read-only file system)" in job.stderr
+    script(tmp_path, "raise SystemExit(2)")
+    with cluster.job(tmp_path, "--hosts", "node1,node2", "--no-restart-codes", "2", "train.py") as job:
+        assert job.wait() == 2
+        assert "the connection, or elaunch there" not in job.stderr
+
+
+def test_the_last_hook_has_its_time_after_a_signal(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
+    cluster = hosts(1)
+    hook = f"{sys.executable} {script(tmp_path, ENDS_SLOWLY, 'hook.py')}"
+    args = ("--hosts", "node0", "--nproc-per-node", "2", "--stop-grace", "0", "--on-event", hook)
+    with cluster.job(tmp_path, *args, script(tmp_path, WAITS).name, "wait") as job:
+        wait_for(lambda: len(list(tmp_path.glob("up-*-0"))) == 2, "the workers run")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130
+    assert (tmp_path / "hook-ends").exists()
 
 
 @pytest.mark.parametrize("name", ["ssh", "sshd"])
