@@ -91,6 +91,13 @@ def in_threads(works: Mapping[Key, Callable[[], Found]], within_s: float, name: 
     return dict(found)
 
 
+def is_in_foreground(fd: int) -> bool:
+    """Whether `fd` is this process's terminal, and the shell lets it read there."""
+    with suppress(OSError):
+        return os.tcgetpgrp(fd) == os.getpgrp()
+    return False
+
+
 def signal_fd(signums: Iterable[int]) -> int:
     """A signalfd that is readable while one of these signals, which the caller blocks, is pending. Raises OSError."""
     from ctypes import c_ulong, get_errno

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from elaunch.agent.config import AgentConfig, CannotRun
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
+from elaunch.agent.linux import is_in_foreground
 from elaunch.agent.output.run_dir import Places, RunDir, new_places
 from elaunch.rendezvous.format import node_host
 
@@ -143,7 +144,7 @@ class AgentRun:
 def _restore_terminal(settings: list[Any]) -> None:
     """A worker may have been killed at a debugger's prompt. In the background SIGTTOU would stop this process."""
     with suppress(OSError, termios.error):
-        if os.tcgetpgrp(0) == os.getpgrp():
+        if is_in_foreground(0):
             termios.tcsetattr(0, termios.TCSADRAIN, settings)
 
 

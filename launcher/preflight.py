@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from elaunch.agent.linux import is_in_foreground
 from elaunch.agent.program_imports import is_python
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options
@@ -81,9 +82,13 @@ def _check_debugger(options: Options, environ: Mapping[str, str]) -> None:
     if options.kind is ProgramKind.COMMAND or (environ.get("PYTHON_EXEC") or sys.executable) != sys.executable:
         own = f"a Python program in elaunch's own interpreter ({sys.executable})"
         raise UsageError(f"{option} needs {own}; leave --no-python out, and unset PYTHON_EXEC")
-    has_pdb, newest = options.debug is None and os.isatty(0), "trigger_exception_handler"
+    has_pdb, newest = options.debug is None and is_in_foreground(0), "trigger_exception_handler"
     if not has_pdb and (find_spec("debugpy") is None or not hasattr(import_module("debugpy"), newest)):
-        or_else = "" if options.debug is not None else ", or start elaunch at a terminal without --hosts, for pdb"
+        or_else = (
+            ""
+            if options.debug is not None
+            else ", or start elaunch in a terminal's foreground without --hosts, for pdb"
+        )
         raise UsageError(f"{option} needs a recent debugpy in {sys.executable}: pip install -U debugpy{or_else}")
 
 

@@ -80,11 +80,9 @@ def _attach(link: int, state: str) -> None:
         _, port = debugpy.listen(("127.0.0.1", 5678))
     except RuntimeError:
         _, port = debugpy.listen(("127.0.0.1", 0))
+    attach = f'"type": "debugpy", "request": "attach", "connect": {{"host": "127.0.0.1", "port": {port}}}'
     lines = (
-        f"pid {os.getpid()} {state}; for VS Code, in launch.json:",
-        '  "type": "debugpy",',
-        '  "request": "attach",',
-        f'  "connect": {{"host": "127.0.0.1", "port": {port}}}',
+        f"pid {os.getpid()} {state}; for VS Code, in launch.json: {attach}",
         f"from another host first: ssh -L {port}:127.0.0.1:{port} {os.uname().nodename}",
         _KEPT,
     )

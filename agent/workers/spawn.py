@@ -29,7 +29,7 @@ from elaunch.agent.diagnosis.exit_status import shows_only_lost_peer
 from elaunch.agent.environment import extensions_root
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.client import ForkServer
-from elaunch.agent.linux import start_thread
+from elaunch.agent.linux import is_in_foreground, start_thread
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.streams import LogFile, ShownTracebacks, TracebackFold, WorkerStream, is_pipe
@@ -222,7 +222,9 @@ class Spawner:
         """
         if self._config.spec.program.is_on_stdin:
             return os.open("/proc/self/fd/0", os.O_RDONLY | os.O_CLOEXEC)
-        if local_rank == 0 or os.isatty(0):
+        # A debugger in the background would read what is typed to the shell.
+        is_hidden = "ELAUNCH_DEBUG" in self._config.worker_env and os.isatty(0) and not is_in_foreground(0)
+        if (local_rank == 0 or os.isatty(0)) and not is_hidden:
             with suppress(OSError):
                 return os.dup(0)
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

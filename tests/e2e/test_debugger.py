@@ -36,10 +36,8 @@ def step(failing):
 step(sys.argv[1].split(","))
 """
 TWO = ("--nproc-per-node", "2")
-LISTENS = r"""elaunch: rank (\d): pid \d+ .*waits for an IDE.*; for VS Code, in launch.json:
-elaunch:   "type": "debugpy",
-elaunch:   "request": "attach",
-elaunch:   "connect": \{"host": "127.0.0.1", "port": (\d+)\}
+LISTENS = r"""elaunch: rank (\d): pid \d+ .*waits for an IDE.*; for VS Code, in launch.json: (?#
+)"type": "debugpy", "request": "attach", "connect": \{"host": "127.0.0.1", "port": (\d+)\}
 elaunch: from another host first: ssh -L \2:127.0.0.1:\2 .+
 elaunch: restarts and hang detection are off; the other ranks wait in their next collective until its timeout"""
 
@@ -185,7 +183,9 @@ def test_a_child_that_a_rank_has_forked_gets_no_debugger(tmp_path: Path) -> None
 
 def test_in_the_background_it_leaves_the_terminal_to_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.terminal.COMMAND", ["bash", "-mc"])
-    command = shlex.join([*COMMAND, "--debug-on-error", "any", "--no-preload", script(tmp_path, "").name])
+    command = shlex.join([*COMMAND, "--debug-on-error", "any", *FRESH, script(tmp_path, "raise ValueError").name])
 
-    with Terminal(tmp_path, f"{command} & wait $!; echo exit code $?") as terminal:
-        terminal.read_until("exit code 0")
+    with Terminal(tmp_path, f"{command} & read line; kill -INT $!; wait $!; echo exit code $?") as terminal:
+        terminal.read_until("waits for an IDE")
+        terminal.type("\n")
+        terminal.read_until("exit code 130")

@@ -262,6 +262,19 @@ def test_equal_lines_of_the_ranks_of_all_hosts_are_shown(tmp_path: Path, hosts: 
         assert [job.stderr.splitlines().count(f"[default0]:{line}") for line in ("a line", "")] == [2, 2]
 
 
+def test_a_rank_on_each_host_waits_for_an_ide_after_its_exception(
+    tmp_path: Path, hosts: Callable[[int], Hosts]
+) -> None:
+    cluster = hosts(2)
+    cluster.serve(cluster.nodes[1])
+    program = script(tmp_path, "raise ValueError").name
+    with cluster.job(tmp_path, "--hosts", "node0,node1", "--debug-on-error", "any", program) as job:
+        for rank in (0, 1):
+            job.wait_for_output(rf'rank {rank}: pid .* waits for an IDE.*"type": "debugpy".*"port": 5678')
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_the_end_of_the_command_ends_the_job_on_every_host(
     tmp_path: Path, hosts: Callable[[int], Hosts], signum: int, code: int
