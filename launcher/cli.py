@@ -138,12 +138,11 @@ def _hours(logs: Path) -> str:
     from elaunch.launcher.inspect.history import goodput, history
     from elaunch.launcher.inspect.node_log import TIMELINE, node_log
 
-    try:
-        with (logs / TIMELINE).open("rb") as lines:
-            found = goodput(history([node_log(str(logs), lines)]))
-    except (OSError, ValueError):
-        return ""
-    return f"elaunch: {found.hours}\n" if found.used_h + found.lost_h >= _HOURS_MIN else ""
+    with suppress(OSError, ValueError), (logs / TIMELINE).open("rb") as lines:
+        found = goodput(history([node_log(str(logs), lines)]))
+        if found.used_h + found.lost_h >= _HOURS_MIN:
+            return f"elaunch: {found.hours}\n"
+    return ""
 
 
 def run(options: Options, environ: Mapping[str, str], on_outcome: OnOutcome = show_report) -> int:
