@@ -85,16 +85,15 @@ def run_on_hosts(options: Options, environ: Mapping[str, str], log: Log) -> int:
     needed = _check(options, len(hosts))
     ssh, mark = options.ssh_command or ("ssh",), f"elaunch-{secrets.token_hex(8)}"
     node = [sys.executable, *interpreter_options(), "-m", "elaunch.launcher.hosts.node", mark]
-    resolved = in_threads({host: partial(_is_here, host) for host in hosts}, _CONNECT_S, "elaunch-resolve")
-    here = {host for host, is_here in resolved.items() if is_here}
+    is_here = in_threads({host: partial(_is_here, host) for host in hosts}, _CONNECT_S, "elaunch-resolve")
     # `exec` and plain words: sh, bash, zsh, fish and tcsh read it alike.
-    by_ssh = {host: [*ssh, *_SSH_OPTIONS, host.name, f"exec {shlex.join(node)}"] for host in hosts}
-    commands = by_ssh | dict.fromkeys(here, node)
+    in_shell = f"exec {shlex.join(node)}"
+    commands = {host: node if is_here.get(host) else [*ssh, *_SSH_OPTIONS, host.name, in_shell] for host in hosts}
     if options.dry_run:
         lines = (f"{shlex.join(each)}  # elaunch {shlex.join(_argv(options, host))}" for host, each in commands.items())
         print("\n".join(lines))
         return 0
-    if here != set(hosts):
+    if not all(map(is_here.get, hosts)):
         check_command(ssh[0], "--ssh-command ")
     sent = _environment(options, environ, log)
     job = _Job(options, needed, mark, log)
@@ -102,7 +101,7 @@ def run_on_hosts(options: Options, environ: Mapping[str, str], log: Log) -> int:
         for host, command in commands.items():
             # An sshd, perhaps of a jump host, may refuse ten logins at once (MaxStartups).
             job.wait(_LOGINS_MAX - 1, _LOGIN_S)
-            remote = _Remote(host, host in here, command)
+            remote = _Remote(host, command is node, command)
             job.start(remote, version=__version__, argv=_argv(options, host), environ=sent)
         job.await_replies()
         return job.run()
