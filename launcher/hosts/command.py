@@ -226,7 +226,8 @@ class _Job:
         self._grace_s = options.stop_grace + (FLUSH_S if options.on_event else 0.0)
         self._remotes: list[_Remote] = []
         self._inbox: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._stop_s, self._signum, self._outcome, self._why = math.inf, 0, 0, ""
+        self._patient_s, self._stop_s = time.monotonic() + _PATIENT_S, math.inf
+        self._signum, self._outcome, self._why = 0, 0, ""
         self._end_codes, self._is_over = {0, 1, *options.no_restart_codes}, False
         # For the threads of the hosts.
         self._lock = threading.Lock()
@@ -246,21 +247,23 @@ class _Job:
             return self._inbox.get(timeout=min(max(0.0, within_s), threading.TIMEOUT_MAX))
         return None
 
-    def wait(self, hosts_max: int, within_s: float) -> list[str]:
-        """Wait until at most so many hosts have neither replied nor ended, and return them. SystemExit at a signal."""
+    def wait(self, hosts_max: int, within_s: float) -> None:
+        """Wait until at most so many hosts have neither replied nor ended. SystemExit at a signal."""
         until_s = time.monotonic() + within_s
         while True:
             waiting = [each.host.name for each in self._remotes if not (each.reply or each.has_ended)]
+            if waiting and time.monotonic() > self._patient_s:
+                self._patient_s = math.inf
+                self._log(f"waiting for {', '.join(waiting)} (ssh)")
             if len(waiting) <= hosts_max or (signum := self._next(until_s - time.monotonic())) is None:
-                return waiting
+                return
             if signum:
                 sys.exit(128 + signum)
 
     def await_replies(self) -> None:
         """Wait until every host has agreed. Raises UsageError or SiteError with a sentence for each that has not."""
-        if waiting := self.wait(0, _PATIENT_S):
-            self._log(f"waiting for {', '.join(waiting)} (ssh)")
-            self.wait(0, _CONNECT_S + _REPLY_S - _PATIENT_S)
+        for within_s in (_PATIENT_S, _CONNECT_S + _REPLY_S - _PATIENT_S):
+            self.wait(0, within_s)
         if refused := [each for each in self._remotes if each.why_refused()]:
             text = "\n".join([*(f"{each.host.name}: {each.why_refused()}" for each in refused), "no host has started"])
             raise (UsageError if all(each.reply for each in refused) else SiteError)(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from dataclasses import astuple, dataclass
 
 # A comma that is not in brackets.
@@ -30,8 +31,8 @@ class Host:
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """The hosts of --hosts, in its order. Raises ValueError with the second half of a message."""
     found = [host for word in _COMMA.split(text) for host in _hosts(word.strip())]
-    names = [host.name for host in found]
-    if double := next((name for name in names if names.count(name) > 1), ""):
+    [(double, times)] = Counter(host.name for host in found).most_common(1)
+    if times > 1:
         raise ValueError(f"has {double} twice; name each host once, with its number of workers as {double}:N")
     return tuple(found)
 

@@ -82,9 +82,10 @@ if host == "floods":
     for _ in range(1 << 10):
         sys.stdout.write("x" * (1 << 17))
     open("flooded", "w").close()
+replies = {"list": "[1]", "null": "null", "deep": "[" * 100_000, "other": "{}", "full": '{"refusal": "is full"}'}
+if host not in replies:
     subprocess.run(["sleep", "600"])
 sys.stdin.readline()
-replies = {"list": "[1]", "null": "null", "deep": "[" * 100_000, "other": "{}", "full": '{"refusal": "is full"}'}
 print("", mark + replies[host], sep="\\n", flush=True)
 sys.stdin.read()
 """
@@ -235,6 +236,11 @@ def test_what_is_no_reply_of_elaunch_costs_its_host_a_sentence(tmp_path: Path, h
     with cluster.job(tmp_path, "--hosts", "node0,floods", *args) as job:
         wait_for((tmp_path / "flooded").exists, "all 128 MiB are written")
         assert psutil.Process(job.process.pid).memory_info().rss < 100 << 20
+        job.process.terminate()
+        assert job.wait() == 143
+    with cluster.job(tmp_path, "--hosts", "slow[0-39]", *args) as job:
+        found = job.wait_for_output(r"^elaunch: waiting for slow0, .*\(ssh\)$")
+        assert "slow39" not in found[0]
         job.process.terminate()
         assert job.wait() == 143
     cluster.is_idle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 
 import pytest
@@ -21,6 +22,13 @@ from elaunch.launcher.options.hostlist import Host, parse_hostfile, parse_hosts
 )
 def test_the_hosts_of_a_list(text: str, hosts: list[Host]) -> None:
     assert parse_hosts(text) == tuple(hosts)
+
+
+def test_the_time_for_a_list_grows_with_its_length_only() -> None:
+    begun_s = time.process_time()
+
+    assert len(parse_hosts("n[0-65535]")) == 1 << 16
+    assert time.process_time() - begun_s < 10
 
 
 @pytest.mark.parametrize(
