@@ -84,12 +84,8 @@ def _check_debugger(options: Options, environ: Mapping[str, str]) -> None:
         raise UsageError(f"{option} needs {own}; leave --no-python out, and unset PYTHON_EXEC")
     has_pdb, newest = options.debug is None and is_in_foreground(0), "trigger_exception_handler"
     if not has_pdb and (find_spec("debugpy") is None or not hasattr(import_module("debugpy"), newest)):
-        or_else = (
-            ""
-            if options.debug is not None
-            else ", or start elaunch in a terminal's foreground without --hosts, for pdb"
-        )
-        raise UsageError(f"{option} needs a recent debugpy in {sys.executable}: pip install -U debugpy{or_else}")
+        pdb = "for pdb start --debug-on-error in a terminal's foreground, without --hosts"
+        raise UsageError(f"{option} needs a recent debugpy in {sys.executable}: pip install -U debugpy; {pdb}")
 
 
 def check_command(name: str, what: str) -> None:

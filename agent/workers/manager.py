@@ -162,8 +162,8 @@ class Workers:
         )
         group = WorkerGroup(table, group_rank)
         warn_of_locks({**self._config.environment, **self._config.worker_env}, self._reporter.warn)
-        debugged = self._config.worker_env.get("ELAUNCH_DEBUG", "").rpartition(" ")[2]
-        if debugged.isdecimal() and int(debugged) >= table.world_size:
+        when, _, debugged = self._config.worker_env.get("ELAUNCH_DEBUG", "").partition(" ")
+        if when and debugged not in ("any", *map(str, range(table.world_size))):
             raise CannotRun(f"there is no rank {debugged} to debug; the job's ranks are 0 to {table.world_size - 1}")
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.

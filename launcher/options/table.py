@@ -215,9 +215,7 @@ class Options:
     )
 
     debug: int | None = _other("RANK", "this global rank waits for an IDE (debugpy)", values.whole)
-    debug_on_error: int | str | None = _other(
-        "RANK", "pdb or IDE in that rank if it raises; any: the first", values.rank_or_any,
-    )
+    debug_on_error: str | None = _other("RANK", "pdb or IDE in that rank if it raises; any: the first", values.text)
     on_event: tuple[str, ...] | None = _other(
         "COMMAND", "run on failure, hang, restart, end; JSON on stdin", values.command,
     )

@@ -96,12 +96,6 @@ count = partial(whole, low=1)
 node_rank = partial(whole, high=NODES_MAX)
 
 
-def rank_or_any(raw: Raw) -> int | str:
-    if not re.fullmatch("[0-9]{1,9}|any", word := text(raw)):
-        raise ValueError("is neither a rank nor any; give 0 or more, or any")
-    return word if word == "any" else int(word)
-
-
 def ports(raw: Raw) -> tuple[int, int]:
     """The first and the last of a range of ports, which are the same for one port; 0 means any free port."""
     found = re.fullmatch(r"([0-9]{1,18})[:-]([0-9]{1,18})", text(raw))

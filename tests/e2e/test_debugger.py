@@ -114,11 +114,12 @@ def test_ctrl_c_ends_the_wait_for_an_ide_without_a_traceback(tmp_path: Path) -> 
     assert "Traceback" not in job.output
 
 
-def test_a_rank_that_the_job_does_not_have_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("option", "rank"), [("--debug", "2"), ("--debug-on-error", "all")])
+def test_a_rank_that_the_job_does_not_have_is_refused(option: str, rank: str, tmp_path: Path) -> None:
     script(tmp_path, PROGRAM)
-    with Job(tmp_path, *TWO, "--debug", "2", *LIGHT, "train.py", "none") as job:
+    with Job(tmp_path, *TWO, option, rank, *LIGHT, "train.py", "none") as job:
         assert job.wait() == 2
-    assert "elaunch: there is no rank 2 to debug; the job's ranks are 0 to 1" in job.stderr
+    assert f"elaunch: there is no rank {rank} to debug; the job's ranks are 0 to 1" in job.stderr
 
 
 @pytest.mark.parametrize(

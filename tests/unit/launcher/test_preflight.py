@@ -181,7 +181,7 @@ def test_a_file_is_no_log_directory(tmp_path: Path) -> None:
         (
             "--debug-on-error any train.py",
             "",
-            "pip install -U debugpy, or start elaunch in a terminal's foreground without --hosts, for pdb",
+            "for pdb start --debug-on-error in a terminal's foreground, without --hosts",
         ),
         ("--debug 0 --no-python true", "", "--debug needs a Python program in elaunch's own interpreter"),
         ("--debug-on-error 0 train.py", "/bin/sh", "leave --no-python out, and unset PYTHON_EXEC"),
