@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from elaunch.agent.environment import arguments
 from elaunch.agent.forkserver import after_fork, collectives, debugger, reports, wire
 from elaunch.agent.forkserver.after_fork import HiddenModules
-from elaunch.agent.forkserver.preload import Preloaded, programs_place, restore_environment
+from elaunch.agent.forkserver.preload import Preloaded, open_files, programs_place, restore_environment
 from elaunch.agent.linux import allow_tracer, die_with_parent, set_command_line
 from elaunch.rendezvous.types import Program, ProgramKind
 
@@ -54,8 +54,8 @@ def become(template: Template, order: dict[str, Any], fds: tuple[int, ...]) -> N
     allow_tracer(template.agent_pid)
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    take_fds(fds)
     preloaded = template.preloaded
+    take_fds(fds, preloaded.kept_fds if preloaded else ())
     if order["op"] == "store":
         # The store's signals stay blocked: it ends when the agent orders it, or with its parent.
         distributed = preloaded and preloaded.module("torch.distributed")
@@ -87,12 +87,13 @@ def become(template: Template, order: dict[str, Any], fds: tuple[int, ...]) -> N
     debugger.prepare()
 
 
-def take_fds(fds: tuple[int, ...]) -> None:
-    """Make fds[0:3] the standard streams, and the rest of `fds` the fds from 3 on. Close all other descriptors."""
+def take_fds(fds: tuple[int, ...], kept: Collection[int]) -> None:
+    """Make fds[0:3] the standard streams, and the rest of `fds` the fds from 3 on. Close all others but `kept`."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds]
     for fd, number in zip(high, range(len(fds)), strict=True):
         os.dup2(fd, number, inheritable=number < 3)
-    os.closerange(len(fds), max(int(name) for name in os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208
+    for fd in open_files().keys() - {*range(len(fds)), *kept}:
+        os.close(fd)
 
 
 def _move_high(fd: int) -> int:

@@ -31,6 +31,8 @@ _DEFAULT = ("torch", "elaunch")
 # By these variables an OpenMP runtime binds the process that loads it (GNU's) or that first uses it (Intel's).
 _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET")
 
+# A worker's link and crash file get these numbers. The hook reserves them.
+_RESERVED_FDS = (3, 4)
 # In characters: the reason goes into one packet, and into one line of the log.
 _REASON_MAX = 2000
 
@@ -44,7 +46,7 @@ class Preloaded:
     `hidden` are the modules that a program is not to see before it imports one of them. With them come `filters` of
     warnings, calls at exit (`at_exit`), and the variables that the imports of packages set or removed (`sets`).
     `restore` are all variables that the imports changed, with the values from before. `looked_up` are those that were
-    read by name.
+    read by name. `kept_fds` are descriptors that a worker must not close.
     """
 
     hidden: dict[str, ModuleType]
@@ -53,6 +55,7 @@ class Preloaded:
     sets: dict[str, str | None] = field(default_factory=dict)
     restore: dict[str, str | None] = field(default_factory=dict)
     looked_up: frozenset[str] = frozenset()
+    kept_fds: frozenset[int] = frozenset()
 
     def module(self, name: str) -> Any:
         """The loaded module of that name, whether it is hidden or not. None if there is none."""
@@ -91,7 +94,8 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
             sets |= _changes(then, os.environ)
         # Each worker sets again what a package of the short list stores of the rank (after_fork.py).
         looked_up |= found - RANK_VARIABLES if _top(name) in PACKAGES else found
-    _check(boot, loaded_at_start, looked_up, cpus)
+    kept_fds = _fds_of_libraries()
+    _check(boot, loaded_at_start, looked_up, cpus, kept_fds)
     return Preloaded(
         {n: module for n, module in sys.modules.items() if n not in modules and _top(n) in packages},
         [each for each in warnings.filters if each not in filters],
@@ -99,6 +103,7 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
         sets,
         _changes(os.environ, before),
         frozenset(looked_up),
+        kept_fds,
     )
 
 
@@ -180,7 +185,13 @@ def restore_environment(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _check(boot: Boot, loaded_at_start: Collection[str], looked_up: Collection[str], cpus: Collection[int]) -> None:
+def _check(
+    boot: Boot,
+    loaded_at_start: Collection[str],
+    looked_up: Collection[str],
+    cpus: Collection[int],
+    kept_fds: Collection[int],
+) -> None:
     """Check that this process has one thread, no CUDA, no open file, and nothing of a rank. Raises Unfaithful."""
     if shadow := next(shadows(boot.program, loaded_at_start), None):
         raise Unfaithful(f"{shadow} has the name of a module that was preloaded")
@@ -190,8 +201,9 @@ def _check(boot: Boot, loaded_at_start: Collection[str], looked_up: Collection[s
         raise Unfaithful(f"{what} looks up {own[0]}, which has another value in each worker")
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
         raise Unfaithful(f"{what} started a thread")
-    # A worker closes all descriptors from 4 on, so a preloaded module would lose its open file or GPU.
-    if held := next((path for fd, path in open_files().items() if fd not in {0, 1, 2, boot.control_fd}), None):
+    # A worker closes all others, so a preloaded module would lose its open file or GPU.
+    files = open_files().items() - {(fd, os.devnull) for fd in _RESERVED_FDS}
+    if held := next((path for fd, path in files if fd not in {0, 1, 2, boot.control_fd, *kept_fds}), None):
         raise Unfaithful(f"{what} keeps {held} open")
     if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         raise Unfaithful(f"{what} started CUDA")
@@ -212,6 +224,12 @@ def open_files() -> dict[int, str]:
         with suppress(OSError):
             files[int(name)] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
     return files
+
+
+def _fds_of_libraries() -> frozenset[int]:
+    """The descriptors of files that are mapped as code. libffi (3.5) maps more of its own file for later callbacks."""
+    paths = libraries()
+    return frozenset(fd for fd, path in open_files().items() if path in paths and fd not in _RESERVED_FDS)
 
 
 def libraries() -> set[str]:

@@ -14,6 +14,7 @@ MODULES = {
     "ranked": "import os\nrank = os.environ.get('LOCAL_RANK', 'none')\n",
     "threaded": "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
     "profile": "",
+    "opened": "file = open(__file__)\n",
     "failing": "1 / 0\n",
     "verbose": "raise ValueError(300_000 * 'x')\n",
 }
@@ -25,6 +26,7 @@ SAYS = "import gc, os, ranked\nprint(gc.get_freeze_count() > 0, ranked.rank == o
     [
         ("ranked", "a preloaded module looks up LOCAL_RANK, which has another value in each worker"),
         ("threaded", "a preloaded module started a thread"),
+        ("opened", "a preloaded module keeps .*/opened.py open"),
         ("profile", ".*/mine/profile.py has the name of a module that was preloaded"),
         ("failing", "importing failing failed: ZeroDivisionError: division by zero"),
         ("verbose", "importing verbose failed: ValueError: x{100,2000}"),
@@ -43,3 +45,14 @@ def test_one_line_has_the_reason_why_workers_are_fresh_interpreters(tmp_path: Pa
     logged = re.findall("fresh interpreter, which is slower: (.*)", job.stderr)
     assert len(logged) == 1, job.output
     assert re.fullmatch(why, logged[0])
+
+
+def test_a_worker_keeps_the_open_file_of_a_library(tmp_path: Path) -> None:
+    # As libffi does from 3.5 on, for callbacks; Python 3.14 makes one at `import ctypes`.
+    env = library(tmp_path, "mapped", "import _ctypes as library, os\nfd = os.open(library.__file__, os.O_RDONLY)\n")
+    same = "os.path.samestat(os.fstat(mapped.fd), os.stat(mapped.library.__file__))"
+    script(tmp_path, f"import gc, os, mapped\nprint(gc.get_freeze_count() > 0, {same})\n")
+
+    job = finished(tmp_path, "--preload", f"{LIGHT[1]},mapped", "train.py", env=env)
+
+    assert job.stdout == "True True\n", job.output

@@ -230,8 +230,8 @@ def test_a_job_that_is_queued_again_goes_on_from_where_it_was(slurm: Slurm, how:
     run.wait_for("requested", rank=1, reason="leave", deadline_s=400)
     run.release("forward-0-3-0")
     job.wait("PENDING")
-    # Slurm would wait for two minutes before it starts a requeued job.
-    slurm.call("scontrol", "update", f"job={job.number}", "StartTime=now")
+    # Slurm waits for two minutes. A start within the second of the requeue fails: "Job 1 already killed" (slurmd).
+    slurm.call("scontrol", "update", f"job={job.number}", "StartTime=now+3")
 
     output = job.wait()
     assert "stopped after step 3" in output

@@ -20,6 +20,10 @@ try:
 
         # Off until all is imported: there is no garbage yet, and a collection takes time.
         gc.disable()
+        # The numbers of a worker's link and crash file. ctypes opens a file that has to keep its number (libffi 3.5).
+        for fd in (3, 4):
+            if not os.path.exists(f"/proc/self/fd/{fd}"):  # noqa: PTH110
+                os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
         from elaunch.agent.forkserver.server import main
 
