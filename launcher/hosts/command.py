@@ -250,20 +250,19 @@ class _Job:
     def wait(self, hosts_max: int, within_s: float) -> None:
         """Wait until at most so many hosts have neither replied nor ended. SystemExit at a signal."""
         until_s = time.monotonic() + within_s
-        while True:
+        while (now_s := time.monotonic()) < until_s:
             waiting = [each.host.name for each in self._remotes if not (each.reply or each.has_ended)]
-            if waiting and time.monotonic() > self._patient_s:
+            if len(waiting) <= hosts_max:
+                return
+            if now_s > self._patient_s:
                 self._patient_s = math.inf
                 self._log(f"waiting for {', '.join(waiting)} (ssh)")
-            if len(waiting) <= hosts_max or (signum := self._next(until_s - time.monotonic())) is None:
-                return
-            if signum:
+            if signum := self._next(min(until_s, self._patient_s) - now_s):
                 sys.exit(128 + signum)
 
     def await_replies(self) -> None:
         """Wait until every host has agreed. Raises UsageError or SiteError with a sentence for each that has not."""
-        for within_s in (_PATIENT_S, _CONNECT_S + _REPLY_S - _PATIENT_S):
-            self.wait(0, within_s)
+        self.wait(0, _CONNECT_S + _REPLY_S)
         if refused := [each for each in self._remotes if each.why_refused()]:
             text = "\n".join([*(f"{each.host.name}: {each.why_refused()}" for each in refused), "no host has started"])
             raise (UsageError if all(each.reply for each in refused) else SiteError)(text)
