@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -117,7 +118,7 @@ def check_log_dir(options: Options) -> None:
             raise UsageError("--log-max-size limits log files, and there are none; keep them with --log-dir DIR")
         return
     try:
-        found = next(each for each in (options.log_dir, *options.log_dir.parents) if each.exists())
+        found = next(each for each in (options.log_dir, *options.log_dir.parents) if _exists(each))
         is_folder = found.is_dir()
     except OSError as error:
         raise UsageError(f"--log-dir {options.log_dir}: {error.strerror}; choose another") from error
@@ -143,7 +144,7 @@ def check_script(target: str) -> None:
         if not (script / "__main__.py").is_file():
             raise UsageError(f"{target} is a directory without __main__.py; name the script in it")
         return
-    if not script.exists():
+    if not _exists(script):
         folder = "" if script.is_absolute() else f" in {Path.cwd()}"
         raise UsageError(f"{target} does not exist{folder}; give the path of the script")
     if not script.is_file():
@@ -152,6 +153,13 @@ def check_script(target: str) -> None:
         )
     if not os.access(script, os.R_OK):
         raise UsageError(f"{target} cannot be read by user {os.geteuid()}; change its permissions")
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is a file or folder. Raises OSError if that cannot be read; Path.exists is False (Python 3.14)."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return bool(path.stat())
+    return False
 
 
 def _check_is_python(script: Path) -> None:

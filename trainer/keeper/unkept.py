@@ -165,10 +165,9 @@ class Unkept:
             its = object.__getattribute__(one, "__dict__")
         except AttributeError:
             return None
-        if type(one).__module__.startswith("elaunch."):
-            return None
+        is_elaunchs = type(one).__module__.startswith("elaunch.")
         has_ours = any(value is each for value in its.values() for each in self._training.optimizers)
-        return its if has_ours and not any(is_a(value, nn.Module) for value in its.values()) else None
+        return its if has_ours and not (is_elaunchs or any(is_a(each, nn.Module) for each in its.values())) else None
 
     def scan(self) -> None:
         """Warn of the loaders, schedulers and scalers of this training that no Keeper has."""
@@ -317,6 +316,7 @@ def named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int 
         elif kept is not None and not isinstance(value, dict | ModuleType | FunctionType | type):
             # An attribute that has not changed may be that of the class.
             numbers = {name: its for name, its in vars(type(value)).items() if isinstance(its, int | float)}
+            numbers.pop("__firstlineno__", None)
             own = value.state_dict() if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
             items = (numbers | own).items()
         for key, item in islice(items, _ITEMS_MAX):

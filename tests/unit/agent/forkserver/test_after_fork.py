@@ -90,7 +90,8 @@ class Importing:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         if place:
-            assert self._there.wait(DEADLINE_S), "the thread has not come to the place"
+            # From 3.14 on, Python itself waits until another thread has imported the package.
+            wait_for(lambda: self._there.is_set() or self.waits_for_module(), "the thread at its place")
 
     def release(self) -> Importing:
         """Let the thread go on to its end."""

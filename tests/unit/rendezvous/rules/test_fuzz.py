@@ -170,7 +170,7 @@ def test_a_table_is_one_or_a_sentence(text: str, scribble: bytes, is_packed: boo
 
 @pytest.mark.parametrize("kind", [Node, Joined, Failure, Terms, Generation, Outcome])
 def test_a_record_of_60_kb_of_brackets_is_not_a_record(kind: type) -> None:
-    with pytest.raises(ValueError, match=f"not a {kind.__name__}: .*nested too deeply"):
+    with pytest.raises(ValueError, match=f"not a {kind.__name__}: .*(nested too deeply|Expecting value)"):
         decode(kind, NESTED)
 
 
