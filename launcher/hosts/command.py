@@ -29,6 +29,7 @@ from elaunch.agent.linux import in_threads
 from elaunch.agent.serve.event_hook import FLUSH_S
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import NoAddress, Owner, can_be_bound, interpreter_options, owner_of, routable_addresses
+from elaunch.launcher.hosts.node import SILENCE_S
 from elaunch.launcher.options.hostlist import Host, parse_hostfile
 from elaunch.launcher.options.options import Options, argv_of
 from elaunch.launcher.preflight import check_command, read_secret
@@ -277,8 +278,12 @@ class _Job:
             for each in [each for each in left if each.has_ended]:
                 left.remove(each)
                 self._after_end_of(each, len(left))
-            signum = self._next(self._stop_s - time.monotonic()) if left else 0
-            if signum is None:
+            signum = self._next(min(SILENCE_S / 4, self._stop_s - time.monotonic())) if left else 0
+            if signum is None and time.monotonic() < self._stop_s:
+                for each in left:
+                    # No signal: a heartbeat.
+                    each.send(signal=0)
+            elif signum is None:
                 names = ", ".join(each.host.name for each in left)
                 self._log(f"{names}: no end in time after the stop signal")
                 break

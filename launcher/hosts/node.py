@@ -1,9 +1,9 @@
 """One host's side of `elaunch --hosts`: started by ssh, it checks this host, starts the agent, and passes signals on.
 
 The launcher writes JSON lines to stdin: the job, then the node's place in it, then signals. So neither the job's secret
-nor its environment is in an argument or a shell's environment, and nothing needs quoting. The end of stdin means that
-the launcher, ssh or the network has gone: the agent gets SIGTERM. The reply is a line on stdout that begins with a
-mark, since a login shell may print something first. All output after it is the agent's.
+nor its environment is in an argument or a shell's environment, and nothing needs quoting. The end of stdin, or silence
+there, means that the launcher, ssh or the network has gone: the agent gets SIGTERM. The reply is a line on stdout that
+begins with a mark, since a login shell may print something first. All output after it is the agent's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if __name__ == "__main__" and sys.path and not getattr(sys.flags, "safe_path", F
 
 import json
 import os
+import select
 import signal
 import subprocess
 import threading
@@ -29,6 +30,9 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import interpreter_options
 from elaunch.launcher.options.options import parse
 from elaunch.launcher.preflight import check_options
+
+# Without a message for so long: an sshd does not notice by itself for hours that the network is gone.
+SILENCE_S = 40.0
 
 
 def main() -> int:
@@ -56,7 +60,9 @@ def main() -> int:
 
 def _read() -> Any:
     """The launcher's next message; None if it has gone."""
-    line = sys.stdin.buffer.readline()
+    # Without a buffer, since `select` does not know what is in it.
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        line = stdin.readline()
     return json.loads(line) if line.endswith(b"\n") else None
 
 
@@ -79,11 +85,10 @@ def _refusal(job: dict[str, Any]) -> str:
 
 def _pass_signals(agent: subprocess.Popen[bytes]) -> None:
     with suppress(ValueError, OSError):
-        while message := _read():
+        while select.select([0], [], [], SILENCE_S)[0] and (message := _read()):
             agent.send_signal(message["signal"])
     agent.send_signal(signal.SIGTERM)
 
 
 if __name__ == "__main__":
-    # Not sys.exit: the thread may hold the lock of stdin for ever.
-    os._exit(main())
+    sys.exit(main())

@@ -392,6 +392,17 @@ def test_the_last_hook_has_its_time_after_a_signal(tmp_path: Path, hosts: Callab
     assert (tmp_path / "hook-ends").exists()
 
 
+def test_hosts_to_which_the_network_is_gone_end_the_job(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
+    cluster = hosts(3)
+    for node in (cluster.nodes[1], cluster.nodes[2]):
+        cluster.serve(node)
+    with cluster.job(tmp_path, "--hosts", "node1,node2", script(tmp_path, WAITS).name, "wait") as job:
+        wait_for(lambda: len(list(tmp_path.glob("up-*-0"))) == 2, "the workers run")
+        cluster.nodes[0].unplug()
+        cluster.is_idle()
+        assert job.wait() == 1
+
+
 @pytest.mark.parametrize("name", ["ssh", "sshd"])
 def test_a_host_whose_connection_ends_is_a_lost_node(tmp_path: Path, hosts: Callable[[int], Hosts], name: str) -> None:
     cluster = hosts(3)
