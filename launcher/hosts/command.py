@@ -32,7 +32,7 @@ from elaunch.launcher.host import NoAddress, Owner, can_be_bound, interpreter_op
 from elaunch.launcher.hosts.node import SILENCE_S
 from elaunch.launcher.options.hostlist import Host, parse_hostfile
 from elaunch.launcher.options.options import Options, argv_of
-from elaunch.launcher.preflight import check_command, read_secret
+from elaunch.launcher.preflight import check_command, check_folder, read_secret
 from elaunch.launcher.schedulers.detect import HOSTS, HOSTS_VARIABLE
 from elaunch.launcher.store.locate import given_addresses, given_token
 from elaunch.lines import split_lines, write_all
@@ -131,6 +131,7 @@ def _check(options: Options, count: int) -> int:
         raise UsageError("- is a program on stdin, which the hosts do not share; give a file that all of them have")
     if given := [name.replace("_", "-") for name in _NOT_WITH_HOSTS if name in options.given]:
         raise UsageError(f"--{given[0]} is for nodes that are started in another way than --hosts; drop one of them")
+    check_folder()
     if 255 in options.no_restart_codes:
         raise UsageError("--no-restart-codes 255: ssh has this exit code for a lost connection; choose another")
     return least

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.errors import UsageError
+from elaunch.launcher.hosts.command import run_on_hosts
 from elaunch.launcher.options.options import parse
 from elaunch.launcher.preflight import check_log_dir, check_options, check_program
 from tests.forked import Child
@@ -39,6 +40,8 @@ def test_a_folder_that_was_removed_is_reported(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "gone").rmdir()
 
     assert refused(str(tmp_path / "train.py")).startswith("the current folder was removed; go to another one (cd)")
+    with pytest.raises(UsageError, match="the current folder was removed"):
+        run_on_hosts(parse(["--hosts", "node1", "train.py"], {}), {}, print)
 
 
 @pytest.mark.parametrize(
