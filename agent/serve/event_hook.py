@@ -20,13 +20,16 @@ FLUSH_S = 10.0
 QUEUED_MAX = 32
 # The log gets this much of a run's output.
 OUTPUT_BYTES_MAX = 8 << 10
-_KILLED_S = 1.0
+_KILLED_S, _LOOK_S = 1.0, 0.1
 
 
 def run_limited(
     command: tuple[str, ...], environment: Mapping[str, str], stdin: int, output: int, limit_s: float
 ) -> str:
-    """Run a command in a session of its own. Returns what went wrong, if anything. Raises OSError if none starts."""
+    """Run a command in a session of its own. Returns what went wrong, if anything. Raises OSError if none starts.
+
+    The file `output` keeps its first OUTPUT_BYTES_MAX.
+    """
     process = subprocess.Popen(
         command,
         env=dict(environment),
@@ -35,17 +38,24 @@ def run_limited(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    until_s = time.monotonic() + limit_s
     try:
-        code = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return f"did not end within {limit_s:.0f} s and was killed"
+        while process.returncode is None:
+            if time.monotonic() > until_s:
+                return f"did not end within {limit_s:.0f} s and was killed"
+            if (size := os.fstat(output).st_size) > OUTPUT_BYTES_MAX:
+                # What nobody reads becomes a hole, which takes no memory.
+                os.ftruncate(output, OUTPUT_BYTES_MAX)
+                os.ftruncate(output, size)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_S)
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 # SIGKILL does not end a process that waits in a driver.
                 process.wait(_KILLED_S)
-    if code < 0:
+    if (code := process.returncode) < 0:
         return f"was killed by signal {-code}"
     return f"exited with code {code}" if code else ""
 

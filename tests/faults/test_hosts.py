@@ -268,9 +268,7 @@ def test_equal_lines_of_the_ranks_of_all_hosts_are_shown(tmp_path: Path, hosts: 
         assert [job.stderr.splitlines().count(f"[default0]:{line}") for line in ("a line", "")] == [2, 2]
 
 
-def test_a_rank_on_each_host_waits_for_an_ide_after_its_exception(
-    tmp_path: Path, hosts: Callable[[int], Hosts]
-) -> None:
+def test_each_hosts_rank_that_raises_waits_for_an_ide(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
     cluster = hosts(2)
     cluster.serve(cluster.nodes[1])
     program = script(tmp_path, "raise ValueError").name
@@ -324,15 +322,12 @@ def test_a_hangup_that_is_ignored_here_does_not_reach_the_hosts(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("stderr", [None, subprocess.STDOUT])
-def test_the_job_ends_if_nothing_reads_its_stdout(
-    tmp_path: Path, hosts: Callable[[int], Hosts], stderr: int | None
-) -> None:
+def test_the_job_ends_without_a_reader(tmp_path: Path, hosts: Callable[[int], Hosts], stderr: int | None) -> None:
     cluster = hosts(2)
     cluster.serve(cluster.nodes[1])
     program = script(tmp_path, WAITS.replace("flush=True", "file=sys.stderr") if stderr else WAITS).name
     args = (*COMMAND, *cluster.options, "--hosts", "node0,node1", program, "wait")
-    streams = {"stdout": subprocess.PIPE, "stderr": stderr}
-    process = cluster.nodes[0].popen(*args, cwd=tmp_path, env=environment(), **streams)
+    process = cluster.nodes[0].popen(*args, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=stderr)
     assert process.stdout
     process.stdout.close()
     assert process.wait(DEADLINE_S) == 141
@@ -354,9 +349,7 @@ def test_a_job_that_needs_all_its_hosts_ends_with_the_first_that_is_lost(
     cluster.is_idle()
 
 
-def test_the_exit_code_is_that_of_the_agents_that_have_seen_the_jobs_end(
-    tmp_path: Path, hosts: Callable[[int], Hosts]
-) -> None:
+def test_the_exit_code_is_that_of_an_agent_at_the_jobs_end(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
     cluster = hosts(3)
     (tmp_path / "logs").mkdir()
     cluster.nodes[0].run("mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path / "logs"))

@@ -89,7 +89,15 @@ def test_a_command_that_does_not_end_is_killed_with_its_children_and_the_next_on
     )
 
 
-def test_much_output_is_cut_and_costs_no_memory(logged: Logged) -> None:
+def test_much_output_costs_no_memory() -> None:
+    with os.fdopen(os.memfd_create("output"), "rb") as output:
+        command = ("sh", "-c", "echo begins; head -c 50M /dev/zero; exec sleep 600")
+        assert "did not end" in event_hook.run_limited(command, os.environ, 0, output.fileno(), 2)
+        assert os.fstat(output.fileno()).st_blocks * 512 < 1 << 20
+        assert os.pread(output.fileno(), 7, 0) == b"begins\n"
+
+
+def test_much_output_is_cut(logged: Logged) -> None:
     runs = hook(logged, "head -c 50000000 /dev/zero | tr '\\0' x")
 
     runs.notify({"event": "failure"})
