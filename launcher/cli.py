@@ -190,7 +190,7 @@ def _health(
 ) -> AbstractContextManager[None]:
     """This node's health checks, if they are enabled. Raises SiteError."""
     if options.health_command:
-        site_check(options.health_command, agent.marked(config.environment))
+        site_check(options.health_command, agent.marked(config.environment), agent.pump.log)
     is_default = "health_check" not in options.given
     has_gpu = os.path.exists("/dev/nvidiactl")  # noqa: PTH110
     if options.health_check == "off" or (is_default and config.spec.nodes_max == 1 and not has_gpu):

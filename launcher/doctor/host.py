@@ -37,7 +37,7 @@ TORCH_S = 60.0
 # A healthy node responds immediately, or after a few seconds without GPU persistence mode.
 _HEALTH_S = 20.0
 _SMI_S = 20.0
-SITE_S = 60.0
+SITE_S, _PATIENT_S = 60.0, 3.0
 _REASON_BYTES_MAX = 1 << 10
 _SLOW_IMPORT_S = 15.0
 _SHOWN_MAX = 4
@@ -273,15 +273,18 @@ def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> It
             yield warn(f"{who} is in use by {names}", "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES")
 
 
-def site_check(command: tuple[str, ...], environ: Mapping[str, str]) -> None:
+def site_check(command: tuple[str, ...], environ: Mapping[str, str], log: Callable[[str], None]) -> None:
     """Run the site's own check of this node (`--health-command`). Raises SiteError if it fails."""
     output = os.memfd_create("health", os.MFD_CLOEXEC)
+    waits = threading.Timer(_PATIENT_S, log, (f"waiting for --health-command {command[0]}, {SITE_S:g} s at most",))
     try:
+        waits.start()
         trouble = run_limited(command, environ, subprocess.DEVNULL, output, SITE_S)
         reason = os.pread(output, _REASON_BYTES_MAX, 0).decode(errors="replace").strip().partition("\n")[0]
     except OSError as error:
         trouble, reason = f"cannot be started ({error.strerror})", ""
     finally:
+        waits.cancel()
         os.close(output)
     if trouble:
         text = ": ".join(filter(None, (f"--health-command {command[0]} {trouble}", plain(reason))))

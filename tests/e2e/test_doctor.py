@@ -130,9 +130,9 @@ def test_a_check_ends_with_its_elaunch(tmp_path: Path) -> None:
     script(tmp_path, "#!/bin/sh\necho $$ > pid.new; mv pid.new pid; exec sleep 1000\n", "check.sh").chmod(0o755)
     with Job(tmp_path, "--health-command", "./check.sh", "--no-python", "echo", "trained") as job:
         pid = wait_for(lambda: (tmp_path / "pid").exists() and int((tmp_path / "pid").read_text()), "the check runs")
+        job.wait_for_output("^elaunch: waiting for --health-command ./check.sh, 60 s at most$")
 
         job.signal(signal.SIGTERM)
-
         job.wait()
         wait_for(lambda: not psutil.pid_exists(pid), "the check ends")
     assert "trained" not in job.output
