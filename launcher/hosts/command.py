@@ -67,7 +67,7 @@ _SENT = (
 )
 # Options that only this process reads. Where a node finds them in a variable, its own --scheduler takes precedence.
 _OWN_OPTIONS = ("hosts", "hostfile", "ssh_command", "ssh_env", "dry_run", "token_file")
-_NOT_WITH_HOSTS = ("node_rank", "local_addr", "standalone", "master_addr", "scheduler")
+_OF_ONE_NODE = ("node_rank", "local_addr", "standalone", "master_addr")
 _WAYS_OUT = {
     "Permission denied": "log in with a key (ssh-copy-id {0}): no password can be typed here",
     "Host key verification failed": "accept its key once: ssh {0}",
@@ -126,11 +126,14 @@ def _check(options: Options, count: int) -> int:
         raise UsageError("--dry-run shows the commands of --hosts; give --hosts HOST,HOST, or drop it")
     least, most = options.nnodes if "nnodes" in options.given else (count, count)
     if least > count or most == 1 < count:
-        raise UsageError(f"--nnodes {least} contradicts the number of hosts ({count}); drop it, or change the hosts")
+        nodes = least if least == most else f"{least}:{most}"
+        raise UsageError(f"--nnodes {nodes} contradicts the number of hosts ({count}); drop it, or change the hosts")
     if options.target == "-":
         raise UsageError("- is a program on stdin, which the hosts do not share; give a file that all of them have")
-    if given := [name.replace("_", "-") for name in _NOT_WITH_HOSTS if name in options.given]:
-        raise UsageError(f"--{given[0]} is for nodes that are started in another way than --hosts; drop one of them")
+    if given := [name.replace("_", "-") for name in _OF_ONE_NODE if name in options.given]:
+        raise UsageError(f"--{given[0]} is about one node, and --hosts starts all of them; drop one of them")
+    if (scheduler := options.typed.get("scheduler", "none")) not in ("auto", "none"):
+        raise UsageError(f"--scheduler {scheduler} contradicts --hosts, which needs no scheduler; drop one of them")
     check_folder()
     if 255 in options.no_restart_codes:
         raise UsageError("--no-restart-codes 255: ssh has this exit code for a lost connection; choose another")

@@ -5,18 +5,21 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+
+from elaunch.rendezvous.types import SLOTS_MAX
 
 # A comma that is not in brackets.
 _COMMA = re.compile(r",(?![^][]*\])")
 # After the host on a line of a host file, perhaps with max_slots=N beside it.
 _SLOTS = re.compile(r"\s(?:.*\s)?slots=(\S*).*")
 _HOSTS_MAX = 1 << 16
+_HOW = "write HOST or HOST:WORKERS, as in node[0-3]:8"
 # A user's name before @, then a name, an address, or an IPv6 address in brackets; then the number of workers.
 _HOST = re.compile(
     r"(?P<user>[^][@:,\s-][^][@:,\s]*@)?"
     r"(?P<host>\[[\w.%:]*:[\w.%:]*\]|(?!-)(?:[^][@:,\s]|\[[^][\s]+\])+)"
-    r"(?::(?P<slots>[1-9][0-9]{0,5}))?"
+    r"(?::(?P<slots>[^:]*))?"
 )
 
 
@@ -43,10 +46,16 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
     Several lines of one host add up, as in Open MPI: each is one slot if it has no number. Raises ValueError with the
     second half of a message.
     """
-    words = [_SLOTS.sub(r":\1", line.partition("#")[0].strip()) for line in text.splitlines()]
     totals: dict[str, int | None] = {}
-    for name, slots in (astuple(host) for word in words if word for host in _hosts(word)):
-        totals[name] = (totals[name] or 1) + (slots or 1) if name in totals else slots
+    for number, line in enumerate(text.splitlines(), 1):
+        word = _SLOTS.sub(r":\1", line.partition("#")[0].strip())
+        try:
+            hosts = _hosts(word) if word else []
+        except ValueError as error:
+            raise ValueError(f"line {number} ({line.strip()[:80]}) {error}") from None
+        for host in hosts:
+            name, known = host.name, host.name in totals
+            totals[name] = (totals[name] or 1) + (host.slots or 1) if known else host.slots
     if not totals:
         raise ValueError("names no host; write one on each line, as in: node0 slots=8")
     return tuple(itertools.starmap(Host, totals.items()))
@@ -55,13 +64,15 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
 def _hosts(word: str) -> list[Host]:
     """The hosts of one word, which may have ranges in brackets."""
     match = _HOST.fullmatch(word)
+    if not match:
+        raise ValueError(f"has {word!r}, which is not a host; {_HOW}")
+    user, name, slots = match["user"] or "", match["host"], match["slots"]
+    if slots is not None and not (re.fullmatch("[0-9]{1,6}", slots) and 1 <= int(slots) <= SLOTS_MAX):
+        raise ValueError(f"has {slots or 'nothing'} as the number of workers; give 1 to {SLOTS_MAX}")
     try:
-        if not match:
-            raise ValueError("is not a host")
-        user, name, slots = match["user"] or "", match["host"], match["slots"]
         names = [name[1:-1]] if name.startswith("[") and ":" in name else expand(name)
     except ValueError as error:
-        raise ValueError(f"has {word!r}, which {error}; write HOST or HOST:WORKERS, as in node[0-3]:8") from None
+        raise ValueError(f"has {word!r}, which {error}; {_HOW}") from None
     return [Host(user + each, int(slots) if slots else None) for each in names]
 
 

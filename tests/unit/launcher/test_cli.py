@@ -182,10 +182,10 @@ def test_a_wrong_command_line_has_exit_code_2_with_stderr_closed_too() -> None:
     ("argv", "sentence"),
     [
         (["--ssh-command", "no-such -p 2"], "--ssh-command no-such is not an executable file on PATH; give its path"),
-        (["--scheduler", "slurm"], "--scheduler is for nodes that are started in another way than --hosts; drop one"),
-        (["--node-rank", "0"], "--node-rank is for nodes that are started in another way than --hosts; drop one"),
+        (["--scheduler", "slurm"], "--scheduler slurm contradicts --hosts, which needs no scheduler; drop one of them"),
+        (["--node-rank", "0"], "--node-rank is about one node, and --hosts starts all of them; drop one of them"),
         (["--no-restart-codes", "9,255"], "--no-restart-codes 255: ssh has this exit code for a lost connection;"),
-        (["--nnodes", "2:3"], r"--nnodes 2 contradicts the number of hosts \(1\); drop it, or change the hosts"),
+        (["--nnodes", "2:3"], r"--nnodes 2:3 contradicts the number of hosts \(1\); drop it, or change the hosts"),
     ],
 )
 def test_what_the_hosts_cannot_do_is_one_sentence(argv: list[str], sentence: str) -> None:
