@@ -224,9 +224,9 @@ class World:
             case Strike.AWAY | Strike.AWAY_ENDING:
                 self._take_store_away(fault)
             case Strike.CUT | Strike.STORELESS:
-                self._cut(host, fault)
+                self._for_a_while(self._set_cut, host, fault)
             case Strike.FULL | Strike.REFUSED:
-                self._refuse(host, fault)
+                self._for_a_while(self._set_refused, host, fault)
             case Strike.KILL_LEADER:
                 self._leader_kills.append((fault.number, self.rng.random() < 0.5))
                 return
@@ -322,9 +322,9 @@ class World:
         self.is_store_away = False
         self._lines_changed()
 
-    def _refuse(self, host: Host, fault: Fault) -> None:
-        self._set_refused(host, fault.what, True)
-        self.later(fault.lasts_s, lambda: self._set_refused(host, fault.what, False))
+    def _for_a_while(self, change: Callable[[Host, Strike, bool], None], host: Host, fault: Fault) -> None:
+        change(host, fault.what, True)
+        self.later(fault.lasts_s, lambda: change(host, fault.what, False))
 
     def _set_refused(self, host: Host, what: Strike, is_refused: bool) -> None:
         if what is Strike.FULL:
@@ -333,10 +333,6 @@ class World:
             host.is_refused = is_refused
         for process in self.alive:
             process.line.note()
-
-    def _cut(self, host: Host, fault: Fault) -> None:
-        self._set_cut(host, fault.what, True)
-        self.later(fault.lasts_s, lambda: self._set_cut(host, fault.what, False))
 
     def _set_cut(self, host: Host, what: Strike, is_cut: bool) -> None:
         if what is Strike.CUT:

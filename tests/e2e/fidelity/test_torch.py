@@ -85,9 +85,6 @@ def test_what_is_drawn_without_a_seed_differs_between_ranks_and_from_a_fresh_int
     assert len({str(value) for value in drawn}) == len(drawn) == 3
 
 
-# --- The differences in docs/fidelity.md are measured, so that a row that is no longer true fails a test.
-
-
 def _differences(seen: Seen) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The differences that two forked workers found, and those of a fresh interpreter."""
     workers = seen.worker(FORKED, "by default")

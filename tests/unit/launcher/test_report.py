@@ -151,8 +151,6 @@ def test_a_record_that_may_be_nested_too_deeply_to_be_written_is_copied_or_ours_
     assert handed_on(tmp_path, deep)["message"]["errorCode"] == 1
 
 
-# --- more than anybody reads
-
 CUT = replace(
     RAISED,
     message="raised RuntimeError: " + "x" * 3000,

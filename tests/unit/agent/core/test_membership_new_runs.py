@@ -176,9 +176,6 @@ def test_who_is_denied_before_it_has_entered_is_refused(enter: Callable[[], tupl
     assert driver.outcome.kind is OutcomeKind.REFUSED
 
 
-# --- a store that was away, and comes back
-
-
 def test_a_leader_that_was_cut_off_gives_the_others_time_to_join_before_it_evicts_anybody() -> None:
     one, other = pair(slots=1)
     ends(one, 3)

@@ -151,9 +151,6 @@ def test_a_verdict_of_a_hang_that_is_written_again_is_not_recorded_again() -> No
     assert second.announcements == []
 
 
-# --- what the job announces
-
-
 def kinds(*drivers: Driver) -> list[str]:
     return [notified.event for driver in drivers for notified in driver.announcements]
 

@@ -132,8 +132,6 @@ def test_an_exit_is_reported_and_reaped_with_those_of_processes_that_have_no_nam
     assert [state(each) for each in (pid, of_a_module)] == ["", ""]
 
 
-# --- a worker store, and a worker without free descriptors
-
 STORE = """
 import os, sys
 from elaunch.agent.forkserver import child

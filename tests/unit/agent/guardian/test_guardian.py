@@ -176,8 +176,6 @@ def test_a_helper_that_cleans_up_has_a_little_time_once_its_job_is_gone(
     assert fifo.with_name("fifo.cleaned").exists() == is_quick
 
 
-# --- processes with the marker of another job
-
 MARKER = "c0ffee00c0ffee00"
 NAMESPACE = "pid:[4026531836]"
 

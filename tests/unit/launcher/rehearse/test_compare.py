@@ -106,9 +106,6 @@ def test_a_run_that_ends_too_soon_differs() -> None:
     assert "0 steps were done, not 3" in found_in({})[0]
 
 
-# --- the verdict on a script without a Keeper
-
-
 def rehearsed(*lines: str) -> int:
     """Each run prints these lines, with a number of its own for %."""
     runs = count()

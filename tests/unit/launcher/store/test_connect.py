@@ -92,8 +92,6 @@ def at_its_head(cluster: Cluster) -> tuple[Options, Planned]:
     return options, plan(options, {"ELAUNCH_TOKEN": "given to all pods"} if cluster.is_of_pods else {}, str, cluster)
 
 
-# --- the line for the other hosts
-
 FILE = "/home/me/.elaunch/stores/0123456789abcdef0123456789abcdef"
 
 

@@ -75,9 +75,6 @@ def test_a_stores_process_shows_its_token_to_no_one(monkeypatch: pytest.MonkeyPa
         assert "ELAUNCH_TOKEN" not in server.environ()
 
 
-# --- who is the head
-
-
 def plan(endpoint: Endpoint, **changes: object) -> RendezvousPlan:
     return replace(
         RendezvousPlan(endpoints=(endpoint,), serves=True, times=Times()),

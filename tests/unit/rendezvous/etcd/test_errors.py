@@ -108,9 +108,6 @@ def test_without_a_user_what_is_missing_is_the_user() -> None:
     assert "none is given" in str(explained)
 
 
-# --- several members
-
-
 class Members:
     """A transport whose members answer each in its way."""
 
