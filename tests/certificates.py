@@ -54,6 +54,8 @@ class Certificates:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(hours=1))
             .not_valid_after(now + datetime.timedelta(days=2))
+            # Python requires it from 3.13 on.
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
         return builder.add_extension(x509.ExtendedKeyUsage(usage), critical=False) if usage else builder
 

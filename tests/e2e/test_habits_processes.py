@@ -63,7 +63,7 @@ print(json.dumps({
     "environment": dict(os.environ),
     "orig_argv": sys.orig_argv,
     "flags": str(sys.flags),
-    "fds": sorted(int(fd) for fd in os.listdir("/proc/self/fd")),
+    "fds": [int(fd) for fd in os.listdir("/proc/self/fd") if ".so" not in os.path.realpath(f"/proc/self/fd/{fd}")],
 }))
 """
 # The variables that torchrun also sets, and those that docs/variables.md lists as elaunch's own.

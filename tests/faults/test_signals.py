@@ -184,7 +184,7 @@ def test_a_worker_saves_in_its_handler_while_its_data_loaders_still_work(tmp_pat
         f"""{SAY}
 from torch.utils.data import DataLoader
 
-batches = iter(DataLoader(range(1 << 20), batch_size=2, num_workers=2, prefetch_factor=1))
+batches = iter(DataLoader(range(1 << 20), 2, num_workers=2, prefetch_factor=1, multiprocessing_context="fork"))
 
 def save(*_):
     # More than what was fetched ahead: the loaders must work on.

@@ -42,7 +42,7 @@ _PACKAGES = {
     **{name: name.replace("_", "-") for name in _SAME_NAMES.split()},
 }
 MISSING = r"No module named '?(?P<missing>\w[\w.]*)'?(?:\. Did you mean: .*)?$"
-# The error of multiprocessing's spawn in a child process.
+# The error of multiprocessing's spawn and forkserver in a child process.
 NO_MAIN_GUARD = "current process has finished its bootstrapping phase"
 _ENVIRON = regex(r'File "(?:<frozen os>|[^"]*/os\.py)", line \d+, in __getitem__')
 # The end of a library's name. Patterns limit the length of names, as Linux does, and begin where a name does:
@@ -136,7 +136,7 @@ RULES = (
     ),
     CauseRule(
         "processes started without a main guard",
-        'put the code that starts processes under if __name__ == "__main__":, since spawn imports the script again',
+        'put what starts processes under if __name__ == "__main__":, since spawn and forkserver import the script',
         pattern=NO_MAIN_GUARD,
         exceptions=frozenset({"RuntimeError"}),
         # The exception's own text is a page about this.

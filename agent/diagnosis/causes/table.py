@@ -20,7 +20,7 @@ _LAST_LINES, _ABORT_LINES = 3, 40
 _DIRECT_CAUSE = "\nThe above exception was the direct cause of the following exception:\n"
 _RAISED = re.compile(r"^raised (?P<type>[\w.]+)(?:: (?P<message>.*))?$", re.DOTALL)
 # The exception that a child process's exit raises in its parent.
-_CHILD_ENDED = re.compile(r"ProcessExitedException|BrokenProcessPool|DataLoader worker")
+_CHILD_ENDED = re.compile(r"ProcessExitedException|BrokenProcessPool|DataLoader worker|Connection reset by peer")
 # The exception of a wait for a data loader or a manager that did not respond.
 _NO_RESPONSE = re.compile(r"DataLoader|EOFError|Broken|Connection|timed? ?out|Empty", re.IGNORECASE)
 # These need no search for a cause: the user left the debugger, the program hangs, or it has named the cause.

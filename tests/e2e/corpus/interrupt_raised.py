@@ -1,4 +1,4 @@
-# headline: was killed by SIGINT in generation
+# headline: (was killed by SIGINT|raised KeyboardInterrupt) in generation
 # next: none
 
 raise KeyboardInterrupt

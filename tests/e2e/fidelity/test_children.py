@@ -39,7 +39,7 @@ def look(method):
         "signals": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt")],
         "environment": dict(os.environ),
         "fds": len([fd for fd in os.listdir("/proc/self/fd") if fd != os.environ.get("ELAUNCH_LINK")
-                    and "elaunch-crash" not in os.path.realpath(f"/proc/self/fd/{fd}")])
+                    and not any(its in os.path.realpath(f"/proc/self/fd/{fd}") for its in ("elaunch-crash", ".so"))])
             if method == "fork" else None,
         "command": open("/proc/self/cmdline").read() if method == "fork" else
             # The numbers of pipes.
@@ -145,7 +145,8 @@ def with_torch(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     options = ("--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", "logs", "-r", "3")
 
     # Each program's own process has two threads.
-    job = finished(folder, "--preload", "torch", *options, "train.py", env={"OMP_NUM_THREADS": "2"})
+    env = {"OMP_NUM_THREADS": "2", "PYTHONWARNINGS": "ignore"}
+    job = finished(folder, "--preload", "torch", *options, "train.py", env=env)
 
     assert job.code == 0, job.output
     assert "fresh interpreter" not in job.output

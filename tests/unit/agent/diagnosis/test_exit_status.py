@@ -461,8 +461,6 @@ def test_output_that_arrives_after_the_exit_explains_it() -> None:
     assert (whole.rank, whole.local_rank, whole.pid, whole.failed_at) == (5, 1, 4711, 1.5)
 
 
-# --- the texts of programs may be of any length
-
 FRAMES = 'Traceback (most recent call last):\n  File "/home/u/train.py", line 3, in f\n    load(path)\n'
 MISSING = "".join(f'\t"layers.{number}.weight" is missing\n' for number in range(100_000))
 

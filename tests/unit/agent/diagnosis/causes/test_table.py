@@ -278,7 +278,10 @@ UNGUARDED = (
 ENDED = "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with exit code 1"
 
 
-@pytest.mark.parametrize("later", ["", f"{HEAD}{FRAME}{ENDED}\n"], ids=["the child's", "the parent's"])
+RESET = "ConnectionResetError: [Errno 104] Connection reset by peer"
+
+
+@pytest.mark.parametrize("later", ["", *(f"{HEAD}{FRAME}{end}\n" for end in (ENDED, RESET))])
 def test_without_a_main_guard_the_report_has_the_place_and_the_next_step_and_no_page_of_text(later: str) -> None:
     library = "".join(f'  File "/usr/lib/python3.11/multiprocessing/m{n}.py", line {n}, in f\n' for n in range(12))
     tail = f"{HEAD}{FRAME}{library}RuntimeError: {UNGUARDED}{later}"
