@@ -29,9 +29,10 @@ class Certificates:
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _name("elaunch tests")
-        self.ca = self._write(
-            "ca", self._builder(self._name, self._key).add_extension(x509.BasicConstraints(True, None), critical=True)
-        )
+        ca = self._builder(self._name, self._key).add_extension(x509.BasicConstraints(True, None), critical=True)
+        # keyCertSign and cRLSign: Python requires them, and the authority's key identifier, from 3.13 on.
+        signs = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+        self.ca = self._write("ca", ca.add_extension(signs, critical=True))
         key = ec.generate_private_key(ec.SECP256R1())
         usage = _BOTH[:1] if server_alone else _BOTH
         server = self._builder(_name("server"), key, usage).add_extension(
@@ -54,7 +55,6 @@ class Certificates:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(hours=1))
             .not_valid_after(now + datetime.timedelta(days=2))
-            # Python requires it from 3.13 on.
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
         return builder.add_extension(x509.ExtendedKeyUsage(usage), critical=False) if usage else builder
