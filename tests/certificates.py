@@ -30,9 +30,10 @@ class Certificates:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _name("elaunch tests")
         ca = self._builder(self._name, self._key).add_extension(x509.BasicConstraints(True, None), critical=True)
-        # keyCertSign and cRLSign: Python requires them, and the authority's key identifier, from 3.13 on.
+        # keyCertSign and cRLSign: Python requires them, and key identifiers, from 3.13 on.
         signs = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
-        self.ca = self._write("ca", ca.add_extension(signs, critical=True))
+        own = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
+        self.ca = self._write("ca", ca.add_extension(signs, critical=True).add_extension(own, critical=False))
         key = ec.generate_private_key(ec.SECP256R1())
         usage = _BOTH[:1] if server_alone else _BOTH
         server = self._builder(_name("server"), key, usage).add_extension(
