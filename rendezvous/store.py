@@ -187,11 +187,9 @@ class Watch(Protocol):
 
         Raises StoreError if the watch could not start; it is closed then.
         """
-        ...
 
     def close(self) -> None:
         """Stop. After this returns no update is delivered, except one whose delivery has begun."""
-        ...
 
 
 class Store(Protocol):
@@ -199,27 +197,21 @@ class Store(Protocol):
 
     def check(self) -> str:
         """The server's version. Raises Denied if it cannot serve a job: too old, or a needed part is switched off."""
-        ...
 
     def read(self, prefix: str) -> View:
         """All keys that start with `prefix`, at one revision."""
-        ...
 
     def commit(self, txn: Txn) -> TxnResponse:
         """Run the transaction: `then` or `otherwise`. If it raises LeaseGone, nothing was written."""
-        ...
 
     def grant(self, lease: int, ttl_s: float) -> None:
         """Create a lease with an id that the caller chose (1 … 2**63 - 1). Granting it again changes nothing."""
-        ...
 
     def keep_alive(self, lease: int) -> float:
         """Renew the lease. Returns its TTL in seconds, 0 if it has ended."""
-        ...
 
     def revoke(self, lease: int) -> None:
         """End the lease and delete its keys. A lease that has ended is no error."""
-        ...
 
     def watch(self, prefix: str, after: int | None, notify: Callable[[Update], None]) -> Watch:
         """Call `notify` with what changes under `prefix` after revision `after`: each revision once, in order.
@@ -229,8 +221,6 @@ class Store(Protocol):
         Unavailable and after any other Rejected the watch retries automatically. `notify` is called from any thread and
         must return immediately.
         """
-        ...
 
     def close(self) -> None:
         """Close connections and watches. Leases keep running."""
-        ...

@@ -21,11 +21,9 @@ class TokenLookup(Protocol):
 
     def token_for(self, certificate: bytes) -> str:
         """The token from which a certificate (DER) was made, or empty."""
-        ...
 
     def path_of(self, endpoint: Endpoint) -> str:
         """The file that records a store with a token at `endpoint`, or empty."""
-        ...
 
 
 class FoundStore(EtcdStore):

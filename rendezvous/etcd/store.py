@@ -14,7 +14,7 @@ from typing import TypeVar
 from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd import json_codec
-from elaunch.rendezvous.etcd.errors import Kind, cancelled, explain, history_lost, kind_of
+from elaunch.rendezvous.etcd.errors import PERMISSION, Kind, cancelled, explain, history_lost, kind_of
 from elaunch.rendezvous.etcd.transport import EtcdError, Json, JsonTransport, ResponseStream, Rpc, RpcTransport
 from elaunch.rendezvous.store import (
     SHARED,
@@ -76,13 +76,24 @@ class EtcdStore:
         self._history = _History(access)
 
     def check(self) -> str:
-        """The version of the first member that responds. Raises Denied if it is too old, or lacks the transport."""
-        endpoint, version = self._try_each(lambda it, token: self._transport.version(it, token, self._deadline_s))
+        """The version of the first member that responds, or "" if it is for root alone (etcd 3.5.28).
+
+        Raises Denied if the version is too old, or the member lacks the transport.
+        """
+        endpoint, version = self._try_each(self._version)
         numbers = tuple(int(part) for part in version.split(".")[:2] if re.fullmatch("[0-9]{1,9}", part))
-        if numbers < VERSION_MIN:
+        if version and numbers < VERSION_MIN:
             raise Denied(f"{endpoint} is etcd {version}; elaunch needs {'.'.join(map(str, VERSION_MIN))} or later")
         self._is_heads = bool(self._access.bearer) and not version.endswith(SHARED)
         return version
+
+    def _version(self, endpoint: Endpoint, token: str) -> str:
+        try:
+            return self._transport.version(endpoint, token, self._deadline_s)
+        except EtcdError as error:
+            if error.code != PERMISSION:
+                raise
+            return ""
 
     def read(self, prefix: str) -> View:
         return self._call(Rpc.RANGE, json_codec.read(prefix), json_codec.view)

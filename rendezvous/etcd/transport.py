@@ -52,15 +52,12 @@ class ResponseStream(Protocol):
 
     def next(self, deadline_s: float | None) -> Json:
         """The next response; without a deadline it waits forever. Raises Unavailable at the end, and EtcdError."""
-        ...
 
     def hang_up(self) -> None:
         """End the stream: a thread that waits in `next` gets Unavailable immediately."""
-        ...
 
     def close(self) -> None:
         """Release the stream's resources."""
-        ...
 
 
 class RpcTransport(Protocol):
@@ -71,19 +68,15 @@ class RpcTransport(Protocol):
 
     def version(self, endpoint: Endpoint, token: str, deadline_s: float) -> str:
         """The server's version ("3.5.1"). Raises GatewayOff if it does not take calls of this transport."""
-        ...
 
     def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
         """One request; of a stream, the first response. The deadline covers DNS, connect, TLS and response."""
-        ...
 
     def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> ResponseStream:
         """Send the request and return the stream of responses. It ends when the member loses its leader."""
-        ...
 
     def close(self) -> None:
         """Close the connections. Streams belong to their readers and stay open."""
-        ...
 
 
 # A line of a watch holds one transaction: 1.5 MiB, in base64.

@@ -196,6 +196,17 @@ def test_an_older_etcd_is_refused_with_its_version() -> None:
             store.check()
 
 
+def test_an_etcd_whose_version_is_for_root_alone_is_taken() -> None:
+    def serve(client: socket.socket) -> None:
+        # The response of etcd 3.5.30.
+        client.recv(65536)
+        body = b'{"code":7, "message":"etcdserver: permission denied"}'
+        client.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    with Listener(serve) as listener, closing(EtcdStore([listener.endpoint], deadline_s=DEADLINE_S)) as store:
+        assert store.check() == ""
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_common_name_beside_users_works(version: str, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path, client_name="somebody")

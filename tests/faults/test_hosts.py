@@ -408,7 +408,7 @@ def test_a_host_whose_connection_ends_is_a_lost_node(tmp_path: Path, hosts: Call
         [victim] = [
             each
             for each in cluster.nodes[where].processes()
-            if name_of(each) == name and is_meant in " ".join(each.cmdline())
+            if name_of(each) in (name, f"{name}-session") and is_meant in " ".join(each.cmdline())
         ]
         victim.kill()
         wait_for(lambda: len(list(tmp_path.glob("up-*-1"))) == 2, "two nodes go on")
