@@ -29,7 +29,6 @@ from elaunch.agent.linux import in_threads
 from elaunch.agent.serve.event_hook import FLUSH_S
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import NoAddress, Owner, can_be_bound, interpreter_options, owner_of, routable_addresses
-from elaunch.launcher.hosts.node import SILENCE_S
 from elaunch.launcher.options.hostlist import Host, parse_hostfile
 from elaunch.launcher.options.options import Options, argv_of
 from elaunch.launcher.preflight import check_command, check_folder, read_secret
@@ -48,6 +47,8 @@ _PATIENT_S = 3.0
 _LOGINS_MAX, _LOGIN_S = 9, 1.0
 # How long an agent may take beyond the job's own graces, and an ssh whose host does not respond.
 _END_S = 5.0
+# Without a heartbeat for so long a host stops its agent: sshd does not notice a lost network for hours.
+_SILENCE_S = 40.0
 # Another process may hold ssh's stderr: the ssh to a jump host stays in the background (ControlPersist).
 _LEFT_BEHIND_S = 10.0
 _SEEN_MAX = 10_000
@@ -103,7 +104,7 @@ def run_on_hosts(options: Options, environ: Mapping[str, str], log: Log) -> int:
             # An sshd, perhaps of a jump host, may refuse ten logins at once (MaxStartups).
             job.wait(_LOGINS_MAX - 1, _LOGIN_S)
             remote = _Remote(host, command is node, command)
-            job.start(remote, version=__version__, argv=_argv(options, host), environ=sent)
+            job.start(remote, version=__version__, argv=_argv(options, host), environ=sent, silence_s=_SILENCE_S)
         job.await_replies()
         return job.run()
     finally:
@@ -277,17 +278,18 @@ class _Job:
         place = f"{len(self._remotes)} {_head(self._remotes)} hosts-{secrets.token_hex(4)}"
         for index, each in enumerate(self._remotes):
             each.send(environ={HOSTS_VARIABLE: f"{index} {place}"})
-        left = list(self._remotes)
+        left, heartbeat_s = list(self._remotes), 0.0
         while left:
             for each in [each for each in left if each.has_ended]:
                 left.remove(each)
                 self._after_end_of(each, len(left))
-            signum = self._next(min(SILENCE_S / 4, self._stop_s - time.monotonic())) if left else 0
-            if signum is None and time.monotonic() < self._stop_s:
+            if (now_s := time.monotonic()) >= heartbeat_s:
+                heartbeat_s = now_s + _SILENCE_S / 4
                 for each in left:
-                    # No signal: a heartbeat.
+                    # A heartbeat: for 0, kill(2) sends no signal.
                     each.send(signal=0)
-            elif signum is None:
+            signum = self._next(min(heartbeat_s, self._stop_s) - now_s) if left else 0
+            if signum is None and time.monotonic() >= self._stop_s:
                 names = ", ".join(each.host.name for each in left)
                 self._log(f"{names}: no end in time after the stop signal")
                 break
@@ -297,7 +299,8 @@ class _Job:
                 self._stop(signum)
         codes = [each.process.returncode for each in self._remotes if each.has_ended and not each.is_lost]
         if ends := self._end_codes.intersection(codes):
-            return ends.pop()
+            # A spare whose program could not start has 1, whatever the others have.
+            return min(ends, key=lambda code: code == 1)
         if self._why:
             # The agents' last line has the signal's exit code.
             self._log(f"stopped, since {self._why}; exit code {self._outcome}")

@@ -1,9 +1,10 @@
 """One host's side of `elaunch --hosts`: started by ssh, it checks this host, starts the agent, and passes signals on.
 
-The launcher writes JSON lines to stdin: the job, then the node's place in it, then signals. So neither the job's secret
-nor its environment is in an argument or a shell's environment, and nothing needs quoting. The end of stdin, or silence
-there, means that the launcher, ssh or the network has gone: the agent gets SIGTERM. The reply is a line on stdout that
-begins with a mark, since a login shell may print something first. All output after it is the agent's.
+The launcher writes JSON lines to stdin: the job, then the node's place in it, then signals, and 0 as a heartbeat. So
+neither the job's secret nor its environment is in an argument or a shell's environment, and nothing needs quoting. The
+end of stdin, or no heartbeat, means that the launcher, ssh or the network has gone: the agent gets SIGTERM. The reply
+is a line on stdout that begins with a mark, since a login shell may print something first. All output after it is the
+agent's.
 """
 
 from __future__ import annotations
@@ -31,9 +32,6 @@ from elaunch.launcher.host import interpreter_options
 from elaunch.launcher.options.options import parse
 from elaunch.launcher.preflight import check_options
 
-# Without a message for so long: an sshd does not notice by itself for hours that the network is gone.
-SILENCE_S = 40.0
-
 
 def main() -> int:
     """The exit code is the agent's; if a signal has killed the agent, that of ssh for a lost connection."""
@@ -53,7 +51,7 @@ def main() -> int:
     agent = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM)
     )
-    threading.Thread(target=_pass_signals, args=(agent,), daemon=True).start()
+    threading.Thread(target=_pass_signals, args=(agent, job["silence_s"]), daemon=True).start()
     code = agent.wait()
     return 255 if code < 0 else code
 
@@ -83,9 +81,9 @@ def _refusal(job: dict[str, Any]) -> str:
     return ""
 
 
-def _pass_signals(agent: subprocess.Popen[bytes]) -> None:
+def _pass_signals(agent: subprocess.Popen[bytes], silence_s: float) -> None:
     with suppress(ValueError, OSError):
-        while select.select([0], [], [], SILENCE_S)[0] and (message := _read()):
+        while select.select([0], [], [], silence_s)[0] and (message := _read()):
             agent.send_signal(message["signal"])
     agent.send_signal(signal.SIGTERM)
 

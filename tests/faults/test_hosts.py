@@ -16,7 +16,7 @@ import pytest
 
 import elaunch
 from elaunch.agent.linux import catches
-from tests.harness import COMMAND, DEADLINE_S, FRESH, Job, environment, free_ports, script, wait_for
+from tests.harness import COMMAND, DEADLINE_S, FRESH, Job, environment, free_ports, script, wait_for, with_limits
 from tests.nodes import Node, Nodes, needs_nodes
 
 pytestmark = [needs_nodes, pytest.mark.servers]
@@ -385,12 +385,16 @@ def test_the_last_hook_has_its_time_after_a_signal(tmp_path: Path, hosts: Callab
     assert (tmp_path / "hook-ends").exists()
 
 
-def test_hosts_to_which_the_network_is_gone_end_the_job(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
+def test_hosts_that_the_network_cuts_off_end_the_job(tmp_path: Path, hosts: Callable[[int], Hosts]) -> None:
     cluster = hosts(3)
     for node in (cluster.nodes[1], cluster.nodes[2]):
         cluster.serve(node)
-    with cluster.job(tmp_path, "--hosts", "node1,node2", script(tmp_path, WAITS).name, "wait") as job:
-        wait_for(lambda: len(list(tmp_path.glob("up-*-0"))) == 2, "the workers run")
+    silence_s = 4.0
+    Limited = with_limits({"elaunch.launcher.hosts.command._SILENCE_S": silence_s})
+    program = script(tmp_path, WAITS.replace("    open(", f"    time.sleep({silence_s} + 1)\n    open(", 1)).name
+    ssh = ("--ssh-command", f"{cluster.options[1]} -o ServerAliveInterval=1", *FRESH)
+    with Limited(tmp_path, *ssh, "--hosts", "node1,node2", program, "wait", prefix=cluster.nodes[0].prefix) as job:
+        wait_for(lambda: len(list(tmp_path.glob("up-*-0"))) == 2, "heartbeats keep the job running")
         cluster.nodes[0].unplug()
         cluster.is_idle()
         assert job.wait() == 1
