@@ -13,6 +13,8 @@ from elaunch.rendezvous.types import SLOTS_MAX
 _COMMA = re.compile(r",(?![^][]*\])")
 # After the host on a line of a host file, perhaps with max_slots=N beside it.
 _SLOTS = re.compile(r"\s(?:.*\s)?slots=(\S*).*")
+# After :N there, as in MPICH's files: binding=core.
+_BESIDE = re.compile(r"(?<=:)([0-9]+)\s.*")
 _HOSTS_MAX = 1 << 16
 _HOW = "write HOST or HOST:WORKERS, as in node[0-3]:8"
 # A user's name before @, then a name, an address, or an IPv6 address in brackets; then the number of workers.
@@ -48,7 +50,7 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
     """
     totals: dict[str, int | None] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        word = _SLOTS.sub(r":\1", line.partition("#")[0].strip())
+        word = _BESIDE.sub(r"\1", _SLOTS.sub(r":\1", line.partition("#")[0].strip()))
         try:
             hosts = _hosts(word) if word else []
         except ValueError as error:

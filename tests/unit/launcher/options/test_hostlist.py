@@ -37,7 +37,7 @@ def test_the_time_for_a_list_grows_with_its_length_only() -> None:
         ("# DeepSpeed's\nnode0 slots=8\n\nnode1 slots=4  # four\n", [Host("node0", slots=8), Host("node1", slots=4)]),
         ("node0 slots=2 max_slots=4\nnode1\n", [Host("node0", slots=2), Host("node1")]),
         # A line for each slot, as a scheduler writes it for Open MPI.
-        ("node0\nnode0\nnode1:3\n", [Host("node0", slots=2), Host("node1", slots=3)]),
+        ("node0\nnode0\nnode1:3 binding=core\n", [Host("node0", slots=2), Host("node1", slots=3)]),
         ("n[0-1] slots=8\n", [Host("n0", slots=8), Host("n1", slots=8)]),
     ],
 )
