@@ -230,7 +230,7 @@ def check_store(plan: RendezvousPlan) -> Iterator[Finding]:
     where = ",".join(str(endpoint) for endpoint in plan.endpoints)
     try:
         with closing(store_of(plan, lambda _: None)) as store:
-            version = store.check() or "not for this user"
+            version = store.check() or "unknown: permission denied"
             latencies_s = []
             for _ in range(_REQUESTS):
                 start_s = time.monotonic()

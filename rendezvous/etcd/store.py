@@ -76,7 +76,7 @@ class EtcdStore:
         self._history = _History(access)
 
     def check(self) -> str:
-        """The version of the first member that responds, or "" if it is for root alone (etcd 3.5.28).
+        """The version of the first member that responds, or "" if only root may read it (etcd 3.5.28).
 
         Raises Denied if the version is too old, or the member lacks the transport.
         """

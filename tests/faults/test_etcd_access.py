@@ -196,7 +196,7 @@ def test_an_older_etcd_is_refused_with_its_version() -> None:
             store.check()
 
 
-def test_an_etcd_whose_version_is_for_root_alone_is_taken() -> None:
+def test_an_etcd_whose_version_only_root_may_read_is_accepted() -> None:
     def serve(client: socket.socket) -> None:
         # The response of etcd 3.5.30.
         client.recv(65536)
