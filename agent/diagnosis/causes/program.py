@@ -136,7 +136,7 @@ RULES = (
     ),
     CauseRule(
         "processes started without a main guard",
-        'put what starts processes under if __name__ == "__main__":, since spawn and forkserver import the script',
+        'put what starts processes under if __name__ == "__main__":, since spawn and forkserver re-import the script',
         pattern=NO_MAIN_GUARD,
         exceptions=frozenset({"RuntimeError"}),
         # The exception's own text is a page about this.
