@@ -78,6 +78,8 @@ def test_the_command_has_no_secret_and_outlives_its_generation(tmp_path: Path) -
     facts = """
 import os, time
 from pathlib import Path
+if Path("facts").exists():
+    raise SystemExit
 has = sorted({"ELAUNCH_TOKEN", "ELAUNCH_LINK", "RANK"} & set(os.environ))
 Path("new").write_text(f"{os.getpid()} {has}")
 Path("new").rename("facts")
