@@ -45,7 +45,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     _check_gpus(options, environ, slots)
     _check_own_gpus(options, host, cluster)
     environment, threads = worker_environment(environ, slots, host.cores)
-    output = output_plan(options, environ)
+    output = output_plan(options)
     shown = _for_terminal(options, output, slots, host.columns, environ)
     environment |= shown
     # SIGUSR1 and SIGUSR2 are notices by default: schedulers, even those that elaunch does not support, announce the
@@ -241,7 +241,7 @@ def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:
     }
 
 
-def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
+def output_plan(options: Options) -> OutputPlan:
     """With a directory and no choice of streams, everything goes to files and to the console. Raises UsageError."""
     tee = options.tee
     if options.log_dir is not None and not {"redirects", "tee"} & set(options.given):
@@ -262,9 +262,7 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
         log_format=options.log_format,
         log_bytes_max=options.log_max_size,
         least="debug" if options.verbose else "warning" if options.quiet else "info",
-        prefix_template=environ.get(
-            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", _TEE_PREFIX if "tee" in options.given else None
-        ),
+        prefix_template=options.log_line_prefix_template or (_TEE_PREFIX if "tee" in options.given else None),
     )
 
 

@@ -37,6 +37,7 @@ from elaunch.agent.workers.group import Worker, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.topology import cpu_set, read_topology
 from elaunch.rendezvous.endpoint import is_loopback
+from elaunch.rendezvous.format import node_host
 from elaunch.rendezvous.rules.assign_ranks import role_of
 from elaunch.rendezvous.types import Program, ProgramKind
 
@@ -297,6 +298,7 @@ class Spawner:
             return b"" if group.table.world_size == 1 else f"[{worker.rank}] ".encode()
         role = role_of(self._config.role, group.slots, worker.local_rank)
         names = {"role_name": role, "rank": str(worker.rank), "local_rank": str(worker.local_rank)}
+        names["hostname"] = node_host(socket.gethostname())
         return Template(self._plan.prefix_template).safe_substitute(names).encode()
 
     def _on_console(self, worker: Worker) -> bool:

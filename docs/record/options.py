@@ -53,6 +53,7 @@ DIFFERS = {
     "stop-grace": "whole seconds; not kept on restarts",
     "signals-to-handle": "exits on USR1 and USR2 without ending the workers; ignores unknown names",
     "log-dir": "default always a new one; its folders have no date; writes files only with -r or -t",
+    "log-line-prefix-template": "from torch 2.14 on",
     "redirects": "ranks up to 9 only",
     "tee": "default 0; ranks up to 9 only",
     "numa-binding": "needs numactl",
@@ -102,7 +103,7 @@ def _row(option: Option) -> str:
     names = [f"`-{option.short}`"] if option.short else []
     names += [f"`--{name} {option.metavar or ''}".rstrip() + "`" for name in option.names]
     unlike = _HAS_AN_EFFECT if option.no_effect else ""
-    peer = "–" if option.peer is None else DIFFERS.get(option.long, unlike)
+    peer = DIFFERS.get(option.long) or ("–" if option.peer is None else unlike)
     own = f"PET_{option.long.upper().replace('-', '_')}"
     others = [f"`{name}`" for name in option.variables if name != own and option.long not in ("help", "version")]
     variables = f"; also {', '.join(others)}" if others else ""

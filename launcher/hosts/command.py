@@ -236,6 +236,7 @@ class _Job:
         self._signum, self._outcome, self._why = 0, 0, ""
         self._end_codes, self._is_over = {0, 1, *options.no_restart_codes}, False
         # For the threads of the hosts.
+        self._template = options.log_line_prefix_template
         self._lock = threading.Lock()
         self._seen: dict[bytes, _Remote] = {}
         for name in options.signals_to_handle:
@@ -385,7 +386,7 @@ class _Job:
                 remote.last_line = line.decode(errors="replace").strip() or remote.last_line
             return False
         # With a prefix that the user chose, lines of several ranks may be equal.
-        if fd == 1 or "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" in os.environ or _OF_WORKER.match(line):
+        if fd == 1 or self._template or _OF_WORKER.match(line):
             return True
         if len(self._seen) > _SEEN_MAX:
             self._seen.clear()

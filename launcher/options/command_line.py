@@ -186,6 +186,8 @@ _NO_OPTIONS = {
     _SECRET: "would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file FILE",
     "--use-env": "is not an option of elaunch, which always does that: leave it out, and read LOCAL_RANK from the"
     " environment, or give the script '--local-rank=${local_rank}'",
+    "--print-completion": "is not an option of elaunch; a shell completes after"
+    ' eval "$(_ELAUNCH_COMPLETE=bash_source elaunch)" (or zsh_source)',
     **{name: f"is not an option of elaunch; did you mean {meant}?" for name, meant in _ELSEWHERE.items()},
 }
 # Former names of options.

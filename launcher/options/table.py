@@ -143,6 +143,10 @@ class Options:
         "STREAMS", "to files and console, as -r",
         values.streams, default=StreamChoice(), default_text="3 with --log-dir, else 0", short="t", peer=True,
     )
+    log_line_prefix_template: str | None = _output(
+        "TEXT", "of console lines, like '${hostname}:${rank} '",
+        values.spaced_text, default_text="'[${rank}] '", environment=("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",),
+    )
     local_ranks_filter: frozenset[int] | None = _output(
         "RANKS", "local ranks to show on the console, like 0,1", values.ranks, default_text="all", peer=True,
     )

@@ -47,6 +47,12 @@ def text(raw: Raw) -> str:
     return raw.strip()
 
 
+def spaced_text(raw: Raw) -> str:
+    """A text whose spaces at the ends count."""
+    text(raw)
+    return str(raw)
+
+
 def hosts(raw: Raw) -> tuple[Host, ...]:
     return parse_hosts(",".join(raw) if isinstance(raw, list) else text(raw))
 

@@ -263,6 +263,10 @@ def test_equal_lines_of_the_ranks_of_all_hosts_are_shown(tmp_path: Path, hosts: 
     with cluster.job(tmp_path, "--hosts", "node0,node1", program, env=prefix) as job:
         assert job.wait() == 0
         assert job.stderr.splitlines().count("0: a line") == 2
+    of_host = ("--log-line-prefix-template", "${hostname}: ")
+    with cluster.job(tmp_path, "--hosts", "node0,node1", *of_host, program, env=prefix) as job:
+        assert job.wait() == 0
+        assert {"node0: a line", "node1: a line"} <= {*job.stderr.splitlines()}
     with cluster.job(tmp_path, "--hosts", "node0,node1", "--tee", "3", "--log-dir", "logs", program) as job:
         assert job.wait() == 0
         assert [job.stderr.splitlines().count(f"[default0]:{line}") for line in ("a line", "")] == [2, 2]

@@ -26,7 +26,7 @@ class BrokenGroup(RuntimeError):
 class GroupStatus:
     """The status of all process groups of this process. `groups` lists them; the default lists torch's.
 
-    Gloo has no status: its collectives raise. torch before 2.7 has none for NCCL either.
+    Gloo has none (an empty one from torch 2.14 on): its collectives raise. torch before 2.7 has none for NCCL either.
     """
 
     def __init__(self, groups: Callable[[], Iterable[Any]] | None = None) -> None:
@@ -86,7 +86,7 @@ def _has_status(backend: Any) -> bool:
         backend.get_error()
     except (AttributeError, RuntimeError):
         return False
-    return True
+    return type(backend).__name__ != "ProcessGroupGloo"
 
 
 def has_nccl() -> bool:

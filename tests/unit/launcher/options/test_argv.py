@@ -56,6 +56,7 @@ def test_what_follows_the_program_is_its_own_even_if_it_resembles_ours() -> None
         (["--nprocs", "2"], "^--nprocs is not an option of elaunch; did you mean --nproc-per-node"),
         (["--num_machines=2"], "did you mean --nnodes"),
         (["--use_env"], "^--use-env is not an option of elaunch, which always does that: .*LOCAL_RANK"),
+        (["--print-completion", "zsh"], "_ELAUNCH_COMPLETE=bash_source elaunch"),
         (["--standalone=1"], "--standalone.* does not take a value"),
         (["--log-dir"], "--log-dir.* requires an argument"),
         (["-mmod"], "No such option.*-o"),
@@ -77,7 +78,10 @@ def test_a_prefix_that_torchrun_understands_means_the_same_here() -> None:
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    actions = {word: action for action in parser._actions for word in action.option_strings if word.startswith("--")}
+    known = [
+        action for action in parser._actions if action.dest not in ("log_line_prefix_template", "print_completion")
+    ]
+    actions = {word: action for action in known for word in action.option_strings if word.startswith("--")}
     peers = {option.peer: option.name for option in TABLE if option.peer}
     checked = 0
     for full in actions:
@@ -98,7 +102,7 @@ def test_a_prefix_that_torchrun_understands_means_the_same_here() -> None:
 def test_every_option_of_torchrun_is_known_by_its_letter_and_arity() -> None:
     from torch.distributed.run import get_args_parser
 
-    for action in get_args_parser()._actions:
+    for action in [each for each in get_args_parser()._actions if each.dest != "print_completion"]:
         for word in action.option_strings:
             found, program = typed_in(*([word] if action.nargs == 0 else [word, "1"]), "t.py")
             assert (len(found), program) == (1, ("t.py",)), word
