@@ -42,6 +42,8 @@ _ID_BYTES_MAX = 256
 _UNIFIED, _SYSTEMD = "", "name=systemd"
 # A process in an uninterruptible sleep cannot be killed. The sweep waits for it no longer than this.
 SWEEP_S_MAX = 5.0
+# An exec that waits for a disk takes longer.
+_EXEC_S_MAX = 0.5
 # Helper processes of Python's multiprocessing and of torch. They remove what dead processes have left in /dev/shm, and
 # have this long for that when all others have exited.
 CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
@@ -74,9 +76,9 @@ class JobProcesses(NamedTuple):
         jobs = {name: _id(os.fsencode(environ[name])) for name in JOB_VARIABLES if environ.get(name)}
         return cls(marker, jobs, _cgroups_of("self"), _namespace_of("self"))
 
-    def has(self, pid: int) -> bool:
-        """Whether that process is one of the agent's."""
-        environment, marker = _facts_of(pid, "environ"), self.marker.encode()
+    def has(self, pid: int, until_s: float = 0.0) -> bool:
+        """Whether that process is one of the agent's. Waits until then for one in the middle of an exec."""
+        environment, marker = _environment_of(pid, until_s), self.marker.encode()
         if marker not in environment:
             return False
         # If a name occurs twice, the first one counts.
@@ -143,6 +145,19 @@ def _facts_of(pid: int | str, name: str) -> bytes:
     return b""
 
 
+def _environment_of(pid: int, until_s: float) -> bytes:
+    """The process's initial environment. During an exec there is none, for up to 24 ms on a busy host."""
+    environment = _facts_of(pid, "environ")
+    with suppress(OSError):
+        # Fails for a kernel thread and a zombie, which have none.
+        if not environment and os.readlink(f"/proc/{pid}/exe"):  # noqa: PTH115
+            # The end of the environment in memory (proc_pid_stat(5): env_end), which a program without variables has.
+            while _facts_of(pid, "stat").rpartition(b")")[2].split()[48:49] == [b"0"] and time.monotonic() < until_s:
+                time.sleep(0.001)
+            environment = _facts_of(pid, "environ")
+    return environment
+
+
 def _namespace_of(pid: int | str) -> str:
     with suppress(OSError):
         return os.readlink(f"/proc/{pid}/ns/pid")  # noqa: PTH115
@@ -182,9 +197,9 @@ def sweep(processes: JobProcesses, spare: Collection[int] = (), meanwhile: Calla
 
 def living(processes: JobProcesses, spare: Collection[int] = ()) -> list[int]:
     """The pids of `processes` that are alive (no zombies), without this process and those in `spare`."""
-    mine = {os.getpid(), *spare}
+    mine, until_s = {os.getpid(), *spare}, time.monotonic() + _EXEC_S_MAX
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
-    return [pid for pid in pids if pid not in mine and processes.has(pid)]
+    return [pid for pid in pids if pid not in mine and processes.has(pid, until_s)]
 
 
 def is_cleaner(pid: int) -> bool:

@@ -81,9 +81,6 @@ def batch_of(slurm: Slurm, *command: str) -> Batch:
     return slurm.sbatch(*TWO, "--output=%x-%j.out", str(script))
 
 
-# --- starting
-
-
 def test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes(slurm: Slurm) -> None:
     output = slurm.call("srun", "-N3", *COMMAND, *PLAIN)
 
@@ -157,9 +154,6 @@ def test_arguments_arrive_unchanged_through_sbatch_and_srun(slurm: Slurm) -> Non
     fields = slurm.call("scontrol", "-o", "show", "job", number)
     assert 'JobName=a "b" $(touch pwned) #c \\d \'e ' in fields
     assert "NumNodes=1 " in fields
-
-
-# --- what happens to a running job
 
 
 @pytest.mark.slow

@@ -170,9 +170,6 @@ def test_workers_get_the_interpreters_options_that_are_not_about_the_launcher() 
     assert done.stdout.split() == ["-Werror", "-Xmine=1", "-Xalso", "-OO", "-B"], done.stderr
 
 
-# --- addresses
-
-
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """The names that the resolver knows, made up by the test."""
@@ -221,9 +218,6 @@ def test_of_several_interfaces_none_is_guessed(names: dict[str, list[str]], monk
         match=r"several other addresses \(10.9.8.7, 10.9.9.7\); give the one .* with --local-addr",
     ):
         own_address([Endpoint("host0", 9)])
-
-
-# --- the interface for gloo
 
 
 @pytest.fixture

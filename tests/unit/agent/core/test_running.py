@@ -247,9 +247,6 @@ def test_a_worker_that_raised_and_ends_by_itself_is_left_alone(driver: Driver) -
     assert driver.happen(Tick()) == []
 
 
-# --- while the workers stop for another's failure, or for nodes that come and go
-
-
 @pytest.mark.parametrize("kind", [OpenKind.FAIL, OpenKind.LOSS])
 def test_a_failure_of_its_own_that_another_node_reported_first_is_recorded_and_opens_nothing(kind: OpenKind) -> None:
     driver = started()
@@ -263,9 +260,6 @@ def test_a_failure_of_its_own_that_another_node_reported_first_is_recorded_and_o
     assert driver.generation.number == 1
     assert deadline_s(driver.agent) == due_s
     assert driver.logged == driver.snapshot.failures[0][0].sentence
-
-
-# --- a newcomer to a job that is well
 
 
 def newcomer(spec: JobSpec = SPEC, *, progressed: bool = True) -> Driver:

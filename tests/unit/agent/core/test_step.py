@@ -292,9 +292,6 @@ def test_nothing_is_decided_before_there_is_a_lease() -> None:
     assert driver.acted == []
 
 
-# --- an excluded node
-
-
 def test_the_agent_of_an_excluded_node_logs_why_and_that_it_stays() -> None:
     agent = Agent(A, replace(SPEC, nodes_max=3), Times(), Snapshot(KEYS))
     why = "the last 3 failures were all on host-a, and alike (signal)"
@@ -324,8 +321,6 @@ def test_a_node_with_other_no_restart_codes_does_not_fit_the_job() -> None:
     assert refused
     assert "--no-restart-codes none there, 93,94 here" in refused.reason
 
-
-# --- the table
 
 PHASES: tuple[type[Phase], ...] = get_args(Phase)
 EVENTS: tuple[type[Event], ...] = get_args(Event)

@@ -77,9 +77,6 @@ def test_a_fork_server_that_does_not_report_killed_workers_is_replaced(driver: D
     assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.EXIT_CODE]
 
 
-# --- signals
-
-
 @pytest.mark.parametrize(("signum", "name"), [(TERM, "SIGTERM"), (INT, "SIGINT"), (1, "SIGHUP")])
 def test_a_signal_is_passed_on_and_ends_the_agent_with_128_and_its_number(signum: int, name: str) -> None:
     driver = started()
@@ -255,9 +252,6 @@ def test_a_stop_does_not_wait_for_ever_for_output_without_a_reader(driver: Drive
     done = driver.happen(Tick())
 
     assert done == []
-
-
-# --- the record of a failure, completed
 
 
 def test_the_output_that_arrived_last_completes_the_failures_record(driver: Driver) -> None:

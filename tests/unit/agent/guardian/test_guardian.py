@@ -129,6 +129,23 @@ def test_a_nested_agents_workers_belong_to_the_outer_job_too(spawned: Spawned) -
     assert sorted(outer_found) == sorted([outer_worker, inner_worker])
 
 
+def test_a_process_in_the_middle_of_an_exec_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = secrets.token_hex(16)
+    busy = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        for _ in range(50):
+            with subprocess.Popen(["sleep", "600"], env={**os.environ, VARIABLE: marker}) as started:
+                # The others would take longer than the exec.
+                monkeypatch.setattr(os, "listdir", lambda _, pid=started.pid: [str(pid)])
+                found = living(processes_of(marker))
+                started.kill()
+                assert found == [started.pid]
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait(DEADLINE_S)
+
+
 def test_a_process_forked_after_the_listing_is_ended_by_the_next(
     spawned: Spawned, monkeypatch: pytest.MonkeyPatch
 ) -> None:

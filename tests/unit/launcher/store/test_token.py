@@ -29,9 +29,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# --- the key of the home
-
-
 def test_nodes_that_share_a_home_derive_one_token_for_each_job(home: Path) -> None:
     token = derived_token("test-7.0.0 train 20000")
 
@@ -55,9 +52,6 @@ def test_a_key_that_others_can_read_is_none_and_neither_is_one_without_a_home(
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
     assert derived_token("job") == ""
-
-
-# --- files
 
 
 def test_a_kept_token_is_found_by_the_stores_certificate() -> None:

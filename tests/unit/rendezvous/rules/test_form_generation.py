@@ -31,9 +31,6 @@ from tests.unit.agent.job_world import KEYS, PORT, TERMS, TIMES, A, B, C, World,
 SIGNAL = FailureKind.SIGNAL
 
 
-# --- the first table
-
-
 def test_the_first_table_has_the_ranks_and_their_address() -> None:
     world = World(replace(TERMS, nodes_max=2))
     world.join(B, A)
@@ -197,9 +194,6 @@ def test_who_ends_the_job_without_having_seen_its_failures_leaves_them_to_the_ru
 
     left = world.store.read(KEYS.failure(0)).entries
     assert [entry.lease for entry in left.values()] == [world.snapshot.lease] * 2
-
-
-# --- 5: who has which ranks
 
 
 def test_survivors_keep_their_order_and_newcomers_come_last() -> None:
