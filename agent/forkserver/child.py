@@ -13,6 +13,7 @@ import sys
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 from elaunch.agent.environment import arguments
@@ -149,7 +150,12 @@ def serve_store(host: str, port: int, *, store_class: Any = None) -> NoReturn:
             # A bare fork server has no installed packages on sys.path.
             site.main()
         tcp_store = store_class or importlib.import_module("torch.distributed").TCPStore
-        _store = tcp_store(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
+        serve = partial(tcp_store, host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
+        try:
+            _store = serve()
+        except NotImplementedError:
+            # In torch 2.6 only the server without libuv takes a socket.
+            _store = serve(use_libuv=False)
     except Exception as error:
         wire.send(control, {"error": f"{type(error).__name__}: {error}"[:_ERROR_MAX]})
         os._exit(1)

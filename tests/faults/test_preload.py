@@ -56,3 +56,24 @@ def test_a_worker_keeps_the_open_file_of_a_library(tmp_path: Path) -> None:
     job = finished(tmp_path, "--preload", f"{LIGHT[1]},mapped", "train.py", env=env)
 
     assert job.stdout == "True True\n", job.output
+
+
+TORCH_2_6 = """
+import torch.distributed as dist
+new = dist.TCPStore
+def store(*args, use_libuv=True, **options):
+    if use_libuv and "master_listen_fd" in options:
+        raise NotImplementedError("The libuv TCPStore backend does not support initialization with an listen fd.")
+    return new(*args, use_libuv=use_libuv, **options)
+dist.TCPStore = store
+"""
+
+
+def test_a_torch_whose_libuv_takes_no_socket_serves_the_worker_store_without_it(tmp_path: Path) -> None:
+    script(tmp_path, "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n")
+
+    library(tmp_path, "torch_2_6", TORCH_2_6)
+    options = ("--preload", "torch,torch_2_6", "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
+    job = finished(tmp_path, *options, env={"PYTHONPATH": str(tmp_path / "lib")})
+
+    assert job.code == 0, job.output
