@@ -78,15 +78,11 @@ class launch:
         """Run the job to its end, and return its outcome. Raises as the class does."""
         fds = [file.fileno() for file in files]
         command = [sys.executable, *interpreter_options(), "-m", "elaunch.launcher.functions.job"]
-        environ = dict(os.environ)
-        if self._config.log_line_prefix_template is not None:
-            environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = self._config.log_line_prefix_template
         is_main = threading.current_thread() is threading.main_thread()
         seen: list[int] = []
         process = subprocess.Popen(
             [*command, str(os.getpid()), name, ",".join(map(str, fds)), *argv],
             stdin=subprocess.DEVNULL,
-            env=environ,
             pass_fds=fds,
             # A terminal's Ctrl-C must reach the job once. No other thread can forward it.
             start_new_session=is_main,
@@ -217,6 +213,8 @@ def option_argv(config: LaunchConfig) -> list[str]:
     argv += [f"--{name}={value}" for name, value in given.items() if value]
     if config.virtual_local_rank:
         argv.append("--virtual-local-rank")
+    if config.log_line_prefix_template is not None:
+        argv.append(f"--log-line-prefix-template={config.log_line_prefix_template}")
     return [*argv, *_rendezvous(config), *_logs(config.logs_specs), *config.options]
 
 

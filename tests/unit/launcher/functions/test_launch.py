@@ -62,6 +62,7 @@ def test_a_configuration_of_torchs_own_means_the_same() -> None:
         "rdzv_backend": "c10d",
         "rdzv_endpoint": "node0:29400",
         "numa_options": NumaOptions(AffinityMode.CORE_COMPLEX),
+        "log_line_prefix_template": "${rank} ",
     }
 
     assert option_argv(as_ours(Torchs(**fields))) == option_argv(LaunchConfig(**fields))
@@ -69,6 +70,7 @@ def test_a_configuration_of_torchs_own_means_the_same() -> None:
     assert read.numa_binding is not None
     assert read.numa_binding.value == "core-complex"
     assert read.local_ranks_filter == {0}
+    assert read.log_line_prefix_template == "${rank} "
     assert read.log_dir is None
 
 
