@@ -94,8 +94,7 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
             sets |= _changes(then, os.environ)
         # Each worker sets again what a package of the short list stores of the rank (after_fork.py).
         looked_up |= found - RANK_VARIABLES if _top(name) in PACKAGES else found
-    kept_fds = _fds_of_libraries()
-    _check(boot, loaded_at_start, looked_up, cpus, kept_fds)
+    kept_fds = _check(boot, loaded_at_start, looked_up, cpus)
     return Preloaded(
         {n: module for n, module in sys.modules.items() if n not in modules and _top(n) in packages},
         [each for each in warnings.filters if each not in filters],
@@ -186,13 +185,13 @@ def restore_environment(variables: Mapping[str, str | None]) -> None:
 
 
 def _check(
-    boot: Boot,
-    loaded_at_start: Collection[str],
-    looked_up: Collection[str],
-    cpus: Collection[int],
-    kept_fds: Collection[int],
-) -> None:
-    """Check that this process has one thread, no CUDA, no open file, and nothing of a rank. Raises Unfaithful."""
+    boot: Boot, loaded_at_start: Collection[str], looked_up: Collection[str], cpus: Collection[int]
+) -> frozenset[int]:
+    """Check that this process has one thread, no CUDA, no open file, and nothing of a rank. Raises Unfaithful.
+
+    Returns the descriptors that workers keep: of files that are mapped as code. libffi (3.5) maps more of its own file
+    for later callbacks.
+    """
     if shadow := next(shadows(boot.program, loaded_at_start), None):
         raise Unfaithful(f"{shadow} has the name of a module that was preloaded")
     custom = [name for name in ("sitecustomize", "usercustomize") if name in sys.modules]
@@ -202,7 +201,8 @@ def _check(
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
         raise Unfaithful(f"{what} started a thread")
     # A worker closes all others, so a preloaded module would lose its open file or GPU.
-    files = open_files().items() - {(fd, os.devnull) for fd in _RESERVED_FDS}
+    files, code = open_files().items() - {(fd, os.devnull) for fd in _RESERVED_FDS}, libraries()
+    kept_fds = frozenset(fd for fd, path in files if path in code and fd not in _RESERVED_FDS)
     if held := next((path for fd, path in files if fd not in {0, 1, 2, boot.control_fd, *kept_fds}), None):
         raise Unfaithful(f"{what} keeps {held} open")
     if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
@@ -214,6 +214,7 @@ def _check(
         done = f"the imports have bound the fork server to {len(now)} of {len(cpus)} CPUs{by and f' ({by})'}"
         faster = f", and without {' and '.join(named)} the start is fast" if named else ""
         raise Unfaithful(f"{done}; --no-preload avoids this warning{faster}")
+    return kept_fds
 
 
 def open_files() -> dict[int, str]:
@@ -224,12 +225,6 @@ def open_files() -> dict[int, str]:
         with suppress(OSError):
             files[int(name)] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
     return files
-
-
-def _fds_of_libraries() -> frozenset[int]:
-    """The descriptors of files that are mapped as code. libffi (3.5) maps more of its own file for later callbacks."""
-    paths = libraries()
-    return frozenset(fd for fd, path in open_files().items() if path in paths and fd not in _RESERVED_FDS)
 
 
 def libraries() -> set[str]:

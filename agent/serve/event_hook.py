@@ -44,7 +44,7 @@ def run_limited(
             if time.monotonic() > until_s:
                 return f"did not end within {limit_s:.0f} s and was killed"
             if (size := os.fstat(output).st_size) > OUTPUT_BYTES_MAX:
-                # What nobody reads becomes a hole, which takes no memory.
+                # The output beyond the limit becomes a hole, which takes no memory.
                 os.ftruncate(output, OUTPUT_BYTES_MAX)
                 os.ftruncate(output, size)
             with suppress(subprocess.TimeoutExpired):

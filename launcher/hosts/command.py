@@ -360,9 +360,11 @@ class _Job:
 
     def _show(self, remote: _Remote, fd: int, lines: bytes) -> None:
         with self._lock:
-            shown = [line for line in lines.splitlines(keepends=True) if self._is_shown(remote, fd, line)]
+            # Most output is a job's stdout, of which all lines are shown.
+            if fd == 2 or not remote.reply:
+                lines = b"".join(line for line in lines.splitlines(keepends=True) if self._is_shown(remote, fd, line))
             try:
-                write_all(fd, b"".join(shown))
+                write_all(fd, lines)
             except OSError as error:
                 gone = (1, 2) if os.path.samestat(os.fstat(1), os.fstat(2)) else (fd,)
                 for each in gone:

@@ -125,9 +125,11 @@ class HttpClient:
     """Requests to several servers, over persistent connections. Safe for several threads."""
 
     def __init__(self, tls: Tls | ssl.SSLContext | None = None) -> None:
-        self._context = context(tls) if isinstance(tls, Tls) else tls
-        token = "is ELAUNCH_TOKEN that of the elaunch that runs there?"
-        self._hint = "is the CA the right one?" if isinstance(tls, Tls) else token
+        self._context: ssl.SSLContext | None
+        if isinstance(tls, Tls):
+            self._context, self._hint = context(tls), "is the CA the right one?"
+        else:
+            self._context, self._hint = tls, "is ELAUNCH_TOKEN that of the elaunch that runs there?"
         self._idle: defaultdict[Endpoint, deque[ClientConnection]] = defaultdict(deque)
 
     def request(

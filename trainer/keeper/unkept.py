@@ -314,7 +314,7 @@ def named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int 
         if isinstance(value, list | tuple):
             items = enumerate(value)
         elif kept is not None and not isinstance(value, dict | ModuleType | FunctionType | type):
-            # An attribute that has not changed may be that of the class.
+            # An attribute that has not changed may be that of the class. One is Python's own, from 3.13 on.
             numbers = {name: its for name, its in vars(type(value)).items() if isinstance(its, int | float)}
             numbers.pop("__firstlineno__", None)
             own = value.state_dict() if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
